@@ -1,0 +1,226 @@
+"""One step of the model for everybody: retire, prefill one chunk, start, decode. Runs on the MLX thread only.
+
+It owns every live KV array. Prompts are prefilled alone on plain mlx-lm caches (no padding, so it is right for
+every family); decode is mlx-lm's GenerationBatch, one for all sequences that may share it and one each for those
+whose cache has no batched form. It does not know the store, HTTP or asyncio: a `Plan` comes in, an `Outcome` of
+plain numbers and evaluated segments goes out. A sequence's failure is reported for that sequence alone.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, StopSequences
+
+from mlxcel.engine.kv import KVSegment, leaves
+from mlxcel.engine.model import LoadedModel, make_cache
+from mlxcel.engine.sampling import greedy, make_processors, make_sampler, token_logprobs
+from mlxcel.engine.sequence import Sampling, TokenLogprob
+
+_NO_STOPS = StopSequences([])
+_UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prefill `tokens`, after adopting `segments` if this is the first chunk; then copy KV [donate_from, now)."""
+
+    id: int
+    tokens: array[int]
+    segments: tuple[tuple[KVSegment, int], ...] = ()
+    donate_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Let a prefilled sequence join the decode batch with its last prompt token."""
+
+    id: int
+    prompt: array[int]
+    sampling: Sampling
+    top_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Forget a sequence; first copy KV [donate_from, length) when asked."""
+
+    id: int
+    donate_from: int | None = None
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    retire: tuple[Retire, ...] = ()
+    prefills: tuple[Prefill, ...] = ()
+    start: tuple[Start, ...] = ()
+    decode: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.retire or self.prefills or self.start or self.decode)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`tokens` are (id, token, log-probabilities) of this decode step; `segments` what Prefill and Retire copied."""
+
+    tokens: list[tuple[int, int, TokenLogprob | None]] = field(default_factory=list)
+    segments: dict[int, KVSegment] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class Engine:
+    """See the module. `step` is called from one thread, one call at a time."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._caches: dict[int, list[Any]] = {}
+        self._top_logprobs: dict[int, int] = {}
+        self._batch: GenerationBatch | None = None
+        self._alone: dict[int, GenerationBatch] = {}
+
+    def step(self, plan: Plan) -> Outcome:
+        """Do what the plan says, in the order of the module's first line. Raises nothing on a sequence's account."""
+        outcome = Outcome()
+        for retire in plan.retire:
+            self._guard(outcome, (retire.id,), partial(self._detach, retire, outcome))
+        self._forget({retire.id for retire in plan.retire})
+        began = time.perf_counter()
+        for prefill in plan.prefills:
+            self._guard(outcome, (prefill.id,), partial(self._prefill, prefill, outcome))
+        outcome.prefill_seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        ready = [start for start in plan.start if start.id not in outcome.failed]
+        if ready:
+            self._guard(outcome, tuple(s.id for s in ready), partial(self._start, ready))
+        if plan.decode:
+            for batch in list(self._batches()):
+                self._guard(outcome, tuple(batch.uids), partial(self._decode, batch, outcome))
+        outcome.decode_seconds = time.perf_counter() - began
+        return outcome
+
+    def release(self) -> None:
+        """Give pooled buffers back to the system; for when nothing is left to do."""
+        mx.clear_cache()
+
+    def close(self) -> None:
+        """Drop all arrays and this thread's streams: without that the process aborts at exit."""
+        mx.synchronize()
+        self._caches.clear()
+        self._alone.clear()
+        self._batch = None
+        mx.clear_cache()
+        mx.clear_streams()
+
+    def _guard(self, outcome: Outcome, ids: tuple[int, ...], work: Callable[[], None]) -> None:
+        """One of the three broad handlers: what fails takes its own sequences down and nobody else."""
+        try:
+            work()
+        except Exception as error:
+            outcome.failed |= dict.fromkeys(ids, error)
+            self._forget(set(ids))
+
+    def _batches(self) -> list[GenerationBatch]:
+        return ([self._batch] if self._batch else []) + list(self._alone.values())
+
+    # --- prefill
+
+    def _prefill(self, prefill: Prefill, outcome: Outcome) -> None:
+        cache = self._caches.get(prefill.id)
+        if cache is None:
+            cache = make_cache(self._model.net)
+            if prefill.segments:
+                assert self._model.layout is not None
+                self._model.layout.attach(prefill.segments, cache)
+            self._caches[prefill.id] = cache
+        if prefill.tokens:
+            self._model.net(mx.array(prefill.tokens)[None], cache=cache)
+            mx.eval([c.state for c in cache])
+        if prefill.donate_from is not None:
+            assert self._model.layout is not None
+            stop = _length(cache)
+            if prefill.donate_from < stop:
+                outcome.segments[prefill.id] = self._model.layout.detach(cache, prefill.donate_from, stop)
+
+    # --- decode
+
+    def _start(self, starts: list[Start]) -> None:
+        """All that are ready join at once: every join copies the KV of the whole batch."""
+        for start in starts:
+            if start.top_logprobs is not None:
+                self._top_logprobs[start.id] = start.top_logprobs
+        if not self._model.batchable:
+            for start in starts:
+                self._alone[start.id] = self._generation([start], self._take_cache(start.id))
+            return
+        caches = [self._take_cache(start.id) for start in starts]
+        merged = [layer[0].merge(list(layer)) for layer in zip(*caches, strict=True)]
+        joining = self._generation(starts, merged)
+        if self._batch is None:
+            self._batch = joining
+        else:
+            self._batch.extend(joining)
+
+    def _take_cache(self, id: int) -> list[Any]:
+        return self._caches.pop(id, None) or make_cache(self._model.net)
+
+    def _generation(self, starts: list[Start], cache: list[Any]) -> GenerationBatch:
+        samplings = [start.sampling for start in starts]
+        return GenerationBatch(
+            model=self._model.net,
+            uids=[start.id for start in starts],
+            inputs=mx.array([start.prompt[-1] for start in starts]),
+            prompt_cache=cache,
+            tokens=[start.prompt[:-1].tolist() for start in starts],
+            samplers=[make_sampler(s, self._model.vocab_size) for s in samplings],
+            fallback_sampler=greedy,
+            logits_processors=[make_processors(s) for s in samplings],
+            stop_sequences=[_NO_STOPS for _ in starts],
+            max_tokens=[_UNBOUNDED for _ in starts],
+        )
+
+    def _decode(self, batch: GenerationBatch, outcome: Outcome) -> None:
+        responses = batch.next()
+        asked = [r for r in responses if r.uid in self._top_logprobs]
+        rows = [(r.logprobs, r.token, min(self._top_logprobs[r.uid], self._model.vocab_size)) for r in asked]
+        logprobs = dict(zip((r.uid for r in asked), token_logprobs(rows), strict=True)) if rows else {}
+        outcome.tokens += [(r.uid, r.token, logprobs.get(r.uid)) for r in responses]
+
+    # --- leaving
+
+    def _detach(self, retire: Retire, outcome: Outcome) -> None:
+        layout = self._model.layout
+        if layout is None or retire.donate_from is None or retire.donate_from >= retire.length:
+            return
+        batch, row = self._alone.get(retire.id), None
+        if batch is None and self._batch is not None and retire.id in self._batch.uids:
+            batch, row = self._batch, self._batch.uids.index(retire.id)
+        if batch is not None:
+            outcome.segments[retire.id] = layout.detach(batch.prompt_cache, retire.donate_from, retire.length, row)
+
+    def _forget(self, ids: set[int]) -> None:
+        """All that leave go at once: every leave copies the KV of the whole batch."""
+        for id in ids:
+            self._caches.pop(id, None)
+            self._alone.pop(id, None)
+            self._top_logprobs.pop(id, None)
+        if self._batch is None or ids.isdisjoint(self._batch.uids):
+            return
+        keep = [i for i, uid in enumerate(self._batch.uids) if uid not in ids]
+        if keep:
+            self._batch.filter(keep)
+        else:
+            self._batch = None
+
+
+def _length(cache: list[Any]) -> int:
+    return int(next(leaves(cache)).offset)

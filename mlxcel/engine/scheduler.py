@@ -1,0 +1,485 @@
+"""The scheduler: one coroutine that turns waiting sequences into finished ones.
+
+Theory of operation. One turn of the loop is: wait for work, drop the cancelled, admit, plan, run one step on the
+MLX thread, commit. Everything but the step is synchronous code on the event loop, so that cancels, resets and
+donations take effect between steps and never inside one. A sequence goes through
+
+    WAITING --admit: lookup, adopt--> PREFILLING --all but the last token--> RUNNING --end--> FINISHED
+
+A step holds at most one prefill budget and one decode of the whole batch. While others decode, the budget is
+what measured speed allows in `latency` seconds, so that a long prompt never holds their tokens back for longer;
+with nobody decoding it is a full chunk. Prefilling sequences take turns, so that a short one overtakes a long one.
+
+The prompt is donated while it is prefilled, and what was generated at the end, before `Finished` is published: a
+client that has read its last byte finds its conversation stored. A waiting sequence whose prefix somebody is
+prefilling right now waits for that and adopts it (`_is_coming`): eight requests over one system prompt cost one
+prefill of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from mlxcel.cache.entry import Entry
+from mlxcel.cache.lookup import Hit, Miss, MissReason, usable
+from mlxcel.cache.radix import common_prefix
+from mlxcel.cache.store import Store
+from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
+from mlxcel.engine.tokenizer import Tokenizer
+from mlxcel.errors import ContextExceeded, InvalidRequest, ServerError, Unavailable
+from mlxcel.text import TextStream
+
+log = logging.getLogger(__name__)
+
+DONATE_EVERY = 256  # prompt tokens; fewer only when somebody waits for them
+MAX_FAILED_STEPS = 3  # in a row: the engine is broken, let the service manager start a new one
+
+
+class StepEngine(Protocol):
+    """What the scheduler needs of engine.batch.Engine."""
+
+    def step(self, plan: Plan) -> Outcome: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`n_ctx` tokens a sequence may have in all; `chunk` tokens of prefill a step; `latency` in seconds;
+    `bytes_per_token` of stored KV (0: the model's KV cannot be stored)."""
+
+    num_slots: int
+    n_ctx: int
+    max_queue: int
+    chunk: int
+    latency: float
+    bytes_per_token: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counted since the start. `prompt_tokens` are those computed, `cached_tokens` those adopted."""
+
+    submitted: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prefill_chunks: int = 0
+    mixed_steps: int = 0
+    decode_steps: int = 0
+    busy_slots: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    max_tokens_seen: int = 0
+
+
+class EngineFailed(Exception):
+    """Steps keep failing; the process should end with a non-zero status."""
+
+
+class Scheduler:
+    """See the module. `on_finished` is told of each healthy end (for histograms)."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        executor: Executor,
+        store: Store,
+        tokenizer: Tokenizer,
+        bounds: Bounds,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_finished: Callable[[Sequence, Finished], None] = lambda sequence, finished: None,
+    ) -> None:
+        self.store = store
+        self.bounds = bounds
+        self.totals = Totals()
+        self._engine = engine
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._on_finished = on_finished
+        self._wake = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._draining = False
+        self._next_id = 0
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}
+        self._retiring: list[Sequence] = []
+        self._adopting: dict[int, Hit] = {}
+        self._entries: dict[int, Entry | None] = {}
+        self._ends: dict[int, Finished] = {}
+        self._seconds_per_token = 0.0
+        self._failed_steps = 0
+
+    # --- for the API: synchronous, never blocking
+
+    @property
+    def n_ctx(self) -> int:
+        return self.bounds.n_ctx
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._prefilling) + len(self._running) + len(self._retiring)
+
+    def active(self) -> list[Sequence]:
+        return [*self._prefilling, *self._running.values(), *self._retiring]
+
+    def submit(self, generation: Generation) -> Sequence:
+        """Queue a generation. Raises Unavailable when draining or full, ContextExceeded and InvalidRequest."""
+        if self._draining:
+            raise Unavailable("the server is shutting down", retry_after=5)
+        n = len(generation.prompt)
+        if n == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if n >= self.bounds.n_ctx:
+            raise ContextExceeded(n, self.bounds.n_ctx)
+        if len(self._waiting) >= self.bounds.max_queue + max(self.bounds.num_slots - self.num_active, 0):
+            raise Unavailable("all slots are busy and the queue is full, try again later", retry_after=2)
+        if generation.ignore_eos:
+            banned = tuple((token, float("-inf")) for token in sorted(self._tokenizer.eos_ids))
+            sampling = replace(generation.sampling, logit_bias=generation.sampling.logit_bias + banned)
+            generation = replace(generation, sampling=sampling)
+        room = self.bounds.n_ctx - n
+        max_tokens = room if generation.max_tokens is None else min(generation.max_tokens, room)
+        self._next_id += 1
+        text = TextStream(self._tokenizer.decode, generation.stop)
+        sequence = Sequence(self._next_id, generation, text, max_tokens, self._clock())
+        self._waiting.append(sequence)
+        self.totals.submitted += 1
+        self._wake.set()
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Let go of a sequence between two steps; nothing happens when it has finished."""
+        if sequence.state is not State.FINISHED:
+            sequence.cancelled = True
+            self._wake.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new work, let what is there finish for `timeout` seconds, then fail the rest."""
+        self._draining = True
+        self._wake.set()
+        try:
+            await asyncio.wait_for(self._drained.wait(), timeout)
+        except TimeoutError:
+            for sequence in [*self._waiting, *self.active()]:
+                sequence.publish(Failed(Unavailable("the server is shutting down")))
+                self.cancel(sequence)
+            await self._drained.wait()
+
+    # --- the loop
+
+    async def run(self) -> None:
+        """Until drained. Raises EngineFailed when steps keep failing."""
+        try:
+            while await self._has_work():
+                self._drop_cancelled()
+                self._admit()
+                plan = self._plan()
+                if plan:
+                    outcome = await self._step(plan)
+                    self._commit(plan, outcome)
+                    self._watch(outcome)
+        finally:
+            self._draining = True
+            for sequence in [*self._waiting, *self.active()]:
+                sequence.publish(Failed(Unavailable("the engine has stopped")))
+            self._drained.set()
+
+    async def _has_work(self) -> bool:
+        while not (self._waiting or self.num_active):
+            if self._draining:
+                return False
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.release)
+            self._wake.clear()
+            if not (self._waiting or self.num_active or self._draining):
+                await self._wake.wait()
+        return True
+
+    async def _step(self, plan: Plan) -> Outcome:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._engine.step, plan)
+
+    def _watch(self, outcome: Outcome) -> None:
+        self._failed_steps = self._failed_steps + 1 if outcome.failed else 0
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineFailed(
+                f"{MAX_FAILED_STEPS} steps in a row failed, last: {next(iter(outcome.failed.values()))}"
+            )
+
+    def _drop_cancelled(self) -> None:
+        for queue in (self._waiting, self._prefilling):
+            for sequence in [s for s in queue if s.cancelled]:
+                queue.remove(sequence)
+                self._cancelled(sequence)
+                if queue is self._prefilling:
+                    self._retiring.append(sequence)
+        for sequence in [s for s in self._running.values() if s.cancelled]:
+            del self._running[sequence.id]
+            self._cancelled(sequence)
+            self._retiring.append(sequence)
+
+    def _cancelled(self, sequence: Sequence) -> None:
+        sequence.state = State.FINISHED
+        self.totals.cancelled += 1
+        log.info("sequence %d cancelled: the client went away", sequence.id)
+
+    # --- admission
+
+    def _admit(self) -> None:
+        for sequence in list(self._waiting):
+            if self.num_active >= self.bounds.num_slots:
+                return
+            if self._is_coming(sequence):
+                continue
+            self._waiting.remove(sequence)
+            self._adopt(sequence)
+            sequence.state = State.PREFILLING
+            sequence.started_at = self._clock()
+            self._prefilling.append(sequence)
+
+    def _is_coming(self, sequence: Sequence) -> bool:
+        """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored."""
+        return any(self._lends(other, sequence) > other.num_stored for other in self._prefilling)
+
+    def _lends(self, other: Sequence, sequence: Sequence) -> int:
+        """How many tokens `sequence` will be able to adopt of the prompt that `other` is prefilling; 0 if too few."""
+        context, limits = sequence.generation.cache, self.store.limits
+        theirs = other.generation.cache
+        if context is None or theirs is None or not other.storable or theirs.bucket != context.bucket:
+            return 0
+        shared = min(common_prefix(other.prompt, sequence.prompt), other.num_prompt - 1)
+        if not limits.block_size and shared < other.num_prompt - 1:
+            return 0  # without APC only the whole prompt can be adopted
+        lent = usable(shared, sequence.num_prompt, limits.block_size)
+        return lent if lent >= limits.min_prefix else 0
+
+    def _adopt(self, sequence: Sequence) -> None:
+        context = sequence.generation.cache
+        if context is None or not self.bounds.bytes_per_token:
+            return
+        sequence.storable = self._fits(sequence.num_prompt)
+        found = self.store.lookup(context, sequence.prompt, self._clock())
+        if isinstance(found, Miss):
+            if found.reason is not MissReason.DISABLED:
+                log.debug("prompt-cache miss: %s, %d tokens in common", found.reason, found.common)
+            return
+        self._adopting[sequence.id] = found
+        sequence.num_cached = sequence.num_prefilled = sequence.num_stored = found.length
+        self.totals.cached_tokens += found.length
+        log.debug("prompt-cache hit: adopted %d/%d tokens", found.length, sequence.num_prompt)
+
+    def _fits(self, num_tokens: int) -> bool:
+        return self.bounds.bytes_per_token > 0 and self.store.fits(num_tokens * self.bounds.bytes_per_token)
+
+    # --- planning
+
+    def _plan(self) -> Plan:
+        prefills = tuple(self._prefills())
+        done = {p.id for p in prefills}
+        starting = tuple(
+            Start(s.id, s.prompt, s.generation.sampling, s.generation.top_logprobs)
+            for s in self._prefilling
+            if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
+        )
+        return Plan(
+            retire=tuple(self._retirement(s) for s in self._retiring),
+            prefills=prefills,
+            start=starting,
+            decode=bool(self._running or starting),
+        )
+
+    @staticmethod
+    def _end_of(prefills: tuple[Prefill, ...], sequence: Sequence) -> int:
+        return sequence.num_prefilled + next(len(p.tokens) for p in prefills if p.id == sequence.id)
+
+    def _prefills(self) -> list[Prefill]:
+        """Chunks for this step, within one budget; whoever got a part goes to the end of the line."""
+        budget, chosen = self._budget(), []
+        for sequence in list(self._prefilling):
+            left = sequence.num_prompt - 1 - sequence.num_prefilled
+            size = min(left, budget)
+            chosen.append(self._prefill(sequence, size))
+            budget -= max(size, 16)  # a short one is not free either: the weights are read once for each
+            self._prefilling.rotate(-1)
+            if budget <= 0:
+                break
+        return chosen
+
+    def _budget(self) -> int:
+        if not self._running or not self._seconds_per_token:
+            return self.bounds.chunk if not self._running else min(self.bounds.chunk, 64)
+        fits = int(self.bounds.latency / self._seconds_per_token) // 16 * 16
+        return max(16, min(fits, self.bounds.chunk))
+
+    def _prefill(self, sequence: Sequence, size: int) -> Prefill:
+        begin, end = sequence.num_prefilled, sequence.num_prefilled + size
+        adopted = self._adopting.pop(sequence.id, None)
+        donate_from = None
+        if self._is_donation_due(sequence, end):
+            context = sequence.generation.cache
+            assert context is not None
+            donate_from = min(self.store.held(context, sequence.prompt[:end]), end)
+        segments = adopted.segments if adopted else ()
+        return Prefill(sequence.id, sequence.prompt[begin:end], segments, donate_from)  # type: ignore[arg-type]
+
+    def _is_donation_due(self, sequence: Sequence, end: int) -> bool:
+        if not sequence.storable or end < self.store.limits.min_prefix:
+            return False
+        complete = end == sequence.num_prompt - 1
+        return complete or bool(self._waiting) or end - sequence.num_stored >= DONATE_EVERY
+
+    def _retirement(self, sequence: Sequence) -> Retire:
+        context, length = sequence.generation.cache, sequence.num_prompt + len(sequence.tokens)
+        if context is None or not sequence.storable or not sequence.tokens or not self._fits(length):
+            return Retire(sequence.id)
+        return Retire(sequence.id, self.store.held(context, self._all_tokens(sequence)), length)
+
+    @staticmethod
+    def _all_tokens(sequence: Sequence) -> array[int]:
+        return sequence.prompt + sequence.tokens
+
+    # --- after the step
+
+    def _commit(self, plan: Plan, outcome: Outcome) -> None:
+        now = self._clock()
+        by_id = {s.id: s for s in self.active()}
+        for retire in plan.retire:
+            self._retired(by_id[retire.id], retire, outcome, now)
+        for prefill in plan.prefills:
+            if prefill.id not in outcome.failed:
+                self._prefilled(by_id[prefill.id], prefill, outcome, now)
+        for start in plan.start:
+            if start.id not in outcome.failed:
+                sequence = by_id[start.id]
+                self._prefilling.remove(sequence)
+                self._running[start.id] = sequence
+                sequence.state = State.RUNNING
+        self._count(plan, outcome)
+        for id, token, logprob in outcome.tokens:
+            self._advance(by_id[id], token, logprob, now)
+        for id, error in outcome.failed.items():
+            self._fail(by_id[id], error)
+
+    def _prefilled(self, sequence: Sequence, prefill: Prefill, outcome: Outcome, now: float) -> None:
+        sequence.num_prefilled += len(prefill.tokens)
+        if prefill.donate_from is not None:
+            self._donate(sequence, sequence.prompt[: sequence.num_prefilled], prefill.donate_from, outcome, now)
+        sequence.publish(Progress(sequence.num_prefilled, sequence.num_prompt, sequence.num_cached))
+        if sequence.num_prefilled == sequence.num_prompt - 1 and sequence.max_tokens == 0:
+            self._prefilling.remove(sequence)
+            sequence.first_token_at = now
+            self._finish(sequence, "limit", now)
+
+    def _donate(self, sequence: Sequence, tokens: array[int], start: int, outcome: Outcome, now: float) -> None:
+        context = sequence.generation.cache
+        assert context is not None
+        segment = outcome.segments.get(sequence.id)
+        if segment is None and start < len(tokens):
+            return  # the copy failed; the sequence itself goes on
+        entry = self.store.insert(context, tokens, start, segment, now, replaces=self._entries.get(sequence.id))
+        self._entries[sequence.id] = entry
+        sequence.num_stored = len(tokens)
+
+    def _advance(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """One generated token: its text if any is certain, and whether it was the last."""
+        if not sequence.tokens:
+            sequence.first_token_at = now
+        sequence.tokens.append(token)
+        if token in self._tokenizer.eos_ids and not sequence.generation.ignore_eos:
+            self._finish(sequence, "eos", now)
+            return
+        sequence.say(sequence.text.push(token), token, logprob)
+        if sequence.text.stopped_by is not None:
+            self._finish(sequence, "word", now)
+        elif len(sequence.tokens) >= sequence.max_tokens:
+            self._finish(sequence, "limit", now)
+
+    def _finish(self, sequence: Sequence, stop_type: str, now: float) -> None:
+        """The end is decided: say the rest of the text; `Finished` follows when the KV has been donated."""
+        self._running.pop(sequence.id, None)
+        sequence.state = State.FINISHED
+        if stop_type != "word":
+            sequence.say_rest(sequence.text.flush())
+            if sequence.text.stopped_by is not None:
+                stop_type = "word"
+        wanted = sequence.generation.max_tokens
+        self._ends[sequence.id] = Finished(
+            stop_type=stop_type,  # type: ignore[arg-type]
+            stopping_word=sequence.text.stopped_by or "",
+            prompt_tokens=sequence.num_prompt,
+            completion_tokens=len(sequence.tokens),
+            cached_tokens=sequence.num_cached,
+            truncated=stop_type == "limit" and (wanted is None or wanted > sequence.max_tokens),
+            prompt_ms=(sequence.first_token_at - sequence.started_at) * 1000,
+            predicted_ms=(now - sequence.first_token_at) * 1000,
+        )
+        self._retiring.append(sequence)
+
+    def _retired(self, sequence: Sequence, retire: Retire, outcome: Outcome, now: float) -> None:
+        if sequence not in self._retiring:
+            return
+        self._retiring.remove(sequence)
+        if retire.donate_from is not None and retire.id not in outcome.failed:
+            self._donate(sequence, self._all_tokens(sequence), retire.donate_from, outcome, now)
+        self._entries.pop(sequence.id, None)
+        end = self._ends.pop(sequence.id, None)
+        if end is None:
+            return
+        self.totals.completed += 1
+        self._on_finished(sequence, end)
+        sequence.publish(end)
+        log.info(
+            "prompt-cache: request completed: cached=%d/%d prompt tokens, %d generated, total %.0fms",
+            end.cached_tokens,
+            end.prompt_tokens,
+            end.completion_tokens,
+            (now - sequence.submitted_at) * 1000,
+        )
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """This sequence's own failure; what it stored while prefilling stays, it is complete and right."""
+        if sequence.state is State.FINISHED:
+            return
+        log.error("sequence %d failed: %s", sequence.id, error, exc_info=error)
+        self._running.pop(sequence.id, None)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        self._entries.pop(sequence.id, None)
+        sequence.state = State.FINISHED
+        self.totals.failed += 1
+        sequence.publish(Failed(ServerError("the model failed on this request; see the server's log")))
+
+    def _count(self, plan: Plan, outcome: Outcome) -> None:
+        totals, tokens = self.totals, sum(len(p.tokens) for p in plan.prefills)
+        totals.prefill_chunks += len(plan.prefills)
+        totals.prompt_tokens += tokens + len(plan.start)
+        totals.prefill_seconds += outcome.prefill_seconds
+        totals.decode_seconds += outcome.decode_seconds
+        totals.completion_tokens += len(outcome.tokens)
+        totals.decode_steps += plan.decode
+        totals.busy_slots += len(outcome.tokens)
+        totals.mixed_steps += bool(plan.prefills and outcome.tokens)
+        totals.max_tokens_seen = max(totals.max_tokens_seen, *(s.num_prompt + len(s.tokens) for s in self.active()), 0)
+        if tokens:
+            measured = outcome.prefill_seconds / tokens
+            self._seconds_per_token = (self._seconds_per_token + measured) / 2 if self._seconds_per_token else measured

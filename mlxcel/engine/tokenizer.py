@@ -1,0 +1,41 @@
+"""Text to token ids and back, over a transformers tokenizer that was loaded with the model.
+
+It owns which ids end a generation (the union of config.json, generation_config.json and the tokenizer) and how
+special tokens are treated. It does not know chat templates beyond handing out the source.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class Tokenizer:
+    """`backend` is a transformers PreTrainedTokenizer(Fast); ids are vocabulary indices below `vocab_size`."""
+
+    def __init__(self, backend: Any, *, eos_ids: Iterable[int], vocab_size: int, chat_template: str | None) -> None:
+        self._backend = backend
+        self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
+        self.vocab_size = vocab_size
+        self.chat_template = chat_template
+        self.bos_text: str | None = backend.bos_token
+        self.eos_text: str | None = backend.eos_token
+        self.special_tokens = {
+            name: str(text) for name, text in backend.special_tokens_map.items() if isinstance(text, str)
+        }
+
+    def encode(self, text: str, *, add_special: bool) -> array[int]:
+        """Ids of `text`; special-token texts inside it become their ids. `add_special` adds what the model wants
+        around a raw prompt (BOS), unless the text begins with the BOS text already."""
+        if add_special and self.bos_text and text.startswith(self.bos_text):
+            add_special = False
+        return array("i", self._backend.encode(text, add_special_tokens=add_special))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
+        return str(self._backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def decode_special(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens written out."""
+        return str(self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
