@@ -19,7 +19,7 @@ from tests.segments import TokenSegment, joined
 class ScriptedEngine:
     """`script(prompt)` gives the tokens that follow a prompt; when they run out, `filler` repeats."""
 
-    def __init__(self, script: Callable[[array], Iterable[int]], filler: int = ord("x")) -> None:
+    def __init__(self, script: Callable[[array], Iterable[int]], filler: int = 0) -> None:
         self.script = script
         self.filler = filler
         self.gate = threading.Event()

@@ -41,7 +41,7 @@ from mlxcel.text import TextStream
 log = logging.getLogger(__name__)
 
 DONATE_EVERY = 256  # prompt tokens; fewer only when somebody waits for them
-MAX_FAILED_STEPS = 3  # in a row: the engine is broken, let the service manager start a new one
+MAX_FAILED_STEPS = 8  # without a token in between: the engine is broken, let the service manager start a new one
 
 
 class StepEngine(Protocol):
@@ -220,7 +220,10 @@ class Scheduler:
         return await loop.run_in_executor(self._executor, self._engine.step, plan)
 
     def _watch(self, outcome: Outcome) -> None:
-        self._failed_steps = self._failed_steps + 1 if outcome.failed else 0
+        if outcome.failed:
+            self._failed_steps += 1
+        elif outcome.tokens:
+            self._failed_steps = 0
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise EngineFailed(
                 f"{MAX_FAILED_STEPS} steps in a row failed, last: {next(iter(outcome.failed.values()))}"

@@ -44,9 +44,7 @@ def prompt(seed: int, n: int = 120) -> array:
 
 
 def generation(tokens: array, cached: bool, max_tokens: int = 8, sampling: Sampling = GREEDY) -> Generation:
-    return Generation(
-        tokens, sampling, max_tokens, ignore_eos=True, top_logprobs=3, cache=CONTEXT if cached else None
-    )
+    return Generation(tokens, sampling, max_tokens, ignore_eos=True, top_logprobs=3, cache=CONTEXT if cached else None)
 
 
 def assert_same(warm, cold):

@@ -1,0 +1,167 @@
+"""Token ids to text, piece by piece: no half characters, no beginning of a stop string, nothing lost or said twice.
+
+A `TextStream` is two stages: `Detokenizer` turns ids into the text that later ids cannot change any more, and
+`StopMatcher` holds that text back while it may be the beginning of a stop string. Neither knows what a tokenizer
+is beyond "ids to text", nor what a generation is. Invariant: whatever the pieces, the joined text is the decoded
+whole, up to the first stop string. The cost of a token does not grow with the length of the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+REPLACEMENT = "\ufffd"
+
+MAX_WINDOW = 16  # ids decoded at a time, at most (and three of an unfinished character)
+MIN_WINDOW = 8  # ids kept when the window slides: more than the four ids that one character may be spread over
+
+
+class Detokenizer:
+    """Decodes the newest ids together with a few before them, which give the context a decoder needs.
+
+    `decode` may drop a space at the start of what it is given (SentencePiece), write an unfinished character as
+    one U+FFFD (byte-level BPE), or turn a whole run of byte ids into U+FFFD while its last character is unfinished
+    (byte fallback in `tokenizers`). When decoding changes text that is said already (a byte-fallback run that
+    ends invalid), the said text stands and the ids after it are decoded by themselves.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._text = ""  # of the window, when it last continued what was said
+        self._num_said = 0  # characters of _text
+        self._num_doubtful = 0  # ids at the window's end that came since then
+
+    def push(self, token: int) -> str:
+        """The text that `token` makes certain, "" if none."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if not text.startswith(self._text[: self._num_said]):
+            self._num_doubtful += 1
+            if text.endswith(REPLACEMENT) and self._num_doubtful < 4:
+                return ""
+            text = self._restart()
+        self._num_doubtful = 0
+        if text and text == self._text and not self._decode([token]):
+            self._window.pop()  # a special token: a window of nothing else would lose the context
+            return ""
+        # An unfinished character shows as three U+FFFD at most; those before them are there to stay.
+        certain = max(self._num_said, len(text.rstrip(REPLACEMENT)), len(text) - 3)
+        fresh = text[self._num_said : certain]
+        self._text, self._num_said = text, certain
+        if len(self._window) > MAX_WINDOW:
+            self._slide()
+        return fresh
+
+    def flush(self) -> str:
+        """The rest, with U+FFFD for a character that was never finished."""
+        if self._num_doubtful:
+            self._text = self._restart()
+            self._num_doubtful = 0
+        rest = self._text[self._num_said :]
+        self._num_said = len(self._text)
+        return rest
+
+    def _restart(self) -> str:
+        """Forget the ids whose text was said; the text of those that are left."""
+        del self._window[: -self._num_doubtful]
+        self._num_said = 0
+        return self._decode(self._window)
+
+    def _slide(self) -> None:
+        """Drop the oldest ids, at a place where the rest decodes to the same text, some of it said."""
+        num_unsaid = len(self._text) - self._num_said
+        for num_kept in range(MIN_WINDOW, MAX_WINDOW):
+            tail = self._decode(self._window[-num_kept:])
+            if len(tail) > num_unsaid and self._text.endswith(tail):
+                break
+        del self._window[:-num_kept]
+        self._text, self._num_said = tail, max(len(tail) - num_unsaid, 0)
+
+
+class StopMatcher:
+    """Passes text on up to the first of `stops` (none empty) to complete, holding what may be its beginning.
+
+    The first to complete wins, as if the text came by single characters: the outcome does not depend on how the
+    text is cut into pieces, and the generation ends as soon as it can. Of several that complete with the same
+    character, the longest wins, so that no part of any is left in the text. Knuth, Morris and Pratt's automaton
+    per stop string keeps the cost of a character constant.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = [(stop, _failures(stop)) for stop in stops]
+        self._num_matched = [0] * len(self._stops)
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def push(self, text: str) -> str:
+        """The part of `text`, and of what was held before it, that is surely not in a stop string."""
+        for at, char in enumerate(text if self._stops else ""):
+            self.stopped_by = self._advance(char)
+            if self.stopped_by is not None:
+                end = at + 1 - len(self.stopped_by)
+                return self._held[:end] if end < 0 else self._held + text[:end]
+        text = self._held + text
+        num_free = len(text) - max(self._num_matched, default=0)
+        self._held = text[num_free:]
+        return text[:num_free]
+
+    def flush(self) -> str:
+        """The held text, which turned out to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        """The longest stop string that `char` completes."""
+        completed = None
+        for i, (stop, failures) in enumerate(self._stops):
+            matched = self._num_matched[i]
+            while matched and stop[matched] != char:
+                matched = failures[matched]
+            matched += stop[matched] == char
+            self._num_matched[i] = matched
+            if matched == len(stop) and (completed is None or matched > len(completed)):
+                completed = stop
+        return completed
+
+
+def _failures(stop: str) -> list[int]:
+    """For each length n below len(stop), the longest proper prefix of stop[:n] that is also its suffix."""
+    failures = [0, 0]
+    for n in range(1, len(stop) - 1):
+        matched = failures[n]
+        while matched and stop[matched] != stop[n]:
+            matched = failures[matched]
+        failures.append(matched + (stop[matched] == stop[n]))
+    return failures
+
+
+class TextStream:
+    """The text of one generation. `stopped_by` is the stop string that ended it, if one did.
+
+    After that nothing more comes: the stop string and all behind it are dropped.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]) -> None:
+        self._detokenizer = Detokenizer(decode)
+        self._matcher = StopMatcher(stop)
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._matcher.stopped_by
+
+    def push(self, token: int) -> str:
+        """New text that is certain now; "" while it is held, and after a stop string."""
+        if self.stopped_by is not None:
+            return ""
+        return self._matcher.push(self._detokenizer.push(token))
+
+    def flush(self) -> str:
+        """The held rest, at a healthy end: a partial stop string, a character cut short as U+FFFD.
+
+        The rest may complete a stop string that contains U+FFFD, so `stopped_by` can still change here.
+        """
+        if self.stopped_by is not None:
+            return ""
+        rest = self._matcher.push(self._detokenizer.flush())
+        return rest if self.stopped_by is not None else rest + self._matcher.flush()
