@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mlxcel.cache.blocks import block_chain, leading_equal
 from mlxcel.cache.entry import Entry
 from mlxcel.cache.key import CacheContext, key_digest
+from mlxcel.cache.limits import Limits
 from mlxcel.cache.lookup import Hit, Match, Miss, MissReason, choose, differing, usable
 from mlxcel.cache.radix import Segment, Tokens, Trie
 
@@ -29,22 +31,7 @@ log = logging.getLogger(__name__)
 
 EvictReason = Literal["lru", "ttl"]
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the store. Sizes in bytes and tokens, `ttl` in seconds since the last hit (0: never expires).
-
-    `block_size` None switches APC off; `num_blocks` None leaves the number of hashed blocks unbounded.
-    """
-
-    enabled: bool = True
-    capacity_bytes: int = 2 << 30
-    max_entries: int = 1024
-    ttl: float = 3600.0
-    min_prefix: int = 32
-    block_size: int | None = 16
-    num_blocks: int | None = None
-    hash: Literal["sha256", "blake3"] = "sha256"
+PINNED_SHARE = 0.5  # of the capacity; the rest stays for what nobody announced
 
 
 @dataclass(slots=True)
@@ -65,6 +52,9 @@ class Bucket:
         self.context = replace(context, session_key=None)
         self.trie = Trie()
         self.num_entries = 0
+
+    def holds(self, context: CacheContext) -> bool:
+        return self.context.bucket == context.bucket
 
 
 class Store:
@@ -94,8 +84,8 @@ class Store:
 
     def peek(self, context: CacheContext, tokens: Tokens[int]) -> int:
         """How many tokens a lookup would lend now. Counts and touches nothing."""
-        match = self._match(context, tokens)
-        return match.length if match and match.length >= self.limits.min_prefix else 0
+        verdict = self.judge(context, tokens)
+        return verdict.length if isinstance(verdict, Match) else 0
 
     def lookup(self, context: CacheContext, tokens: Tokens[int], now: float) -> Hit | Miss:
         """The longest usable stored prefix of `tokens`, or the one reason why there is none.
@@ -104,19 +94,25 @@ class Store:
         """
         if not self.enabled:
             return Miss(MissReason.DISABLED)
-        expired = self._sweep(now)
+        expired = self.sweep(now)
         self.totals.lookups += 1
-        match = self._match(context, tokens)
-        if match is None or match.length < max(self.limits.min_prefix, 1):
-            miss = self._classify(context, tokens, expired)
-            self.totals.misses[miss.reason] += 1
-            return miss
-        match.entry.last_used = now
+        verdict = self.judge(context, tokens, expired)
+        if isinstance(verdict, Miss):
+            self.totals.misses[verdict.reason] += 1
+            return verdict
+        verdict.entry.last_used = now
         self.totals.hits += 1
-        self.totals.tokens_reused += match.length
+        self.totals.tokens_reused += verdict.length
         trie = self._buckets[context.bucket].trie
-        node, _ = trie.walk(tokens[: match.length])
-        return Hit(match, tuple(trie.segments(node, match.length)))
+        node, _ = trie.walk(tokens[: verdict.length])
+        return Hit(verdict, tuple(trie.segments(node, verdict.length)))
+
+    def judge(self, context: CacheContext, tokens: Tokens[int], expired: Iterable[Entry] = ()) -> Match | Miss:
+        """What a lookup would say now; `expired` are the entries that left just before. Counts and touches nothing."""
+        match = self._match(context, tokens)
+        if match is not None and match.length >= max(self.limits.min_prefix, 1):
+            return match
+        return self._classify(context, tokens, expired)
 
     def _match(self, context: CacheContext, tokens: Tokens[int]) -> Match | None:
         bucket = self._buckets.get(context.bucket)
@@ -130,7 +126,7 @@ class Store:
         blocks = leading_equal(chain, match.entry.chain)
         return replace(match, length=min(match.length, usable(blocks * self.limits.block_size, len(tokens), None)))
 
-    def _classify(self, context: CacheContext, tokens: Tokens[int], expired: list[Entry]) -> Miss:
+    def _classify(self, context: CacheContext, tokens: Tokens[int], expired: Iterable[Entry]) -> Miss:
         if len(tokens) - 1 < self.limits.min_prefix:
             return Miss(MissReason.PROMPT_TOO_SHORT)
         if any(entry.context.bucket == context.bucket for entry in expired):
@@ -138,16 +134,19 @@ class Store:
         bucket = self._buckets.get(context.bucket)
         if bucket is None:
             nearest = self.nearest(context)
-            return Miss(differing(context, nearest)[0] if nearest else MissReason.EMPTY)
+            return Miss(differing(context, nearest.context)[0] if nearest else MissReason.EMPTY)
         _, common = bucket.trie.walk(tokens)
         if min(common, len(tokens) - 1) < self.limits.min_prefix:
             return Miss(MissReason.DIVERGED, common)
         return Miss(MissReason.BLOCK_FLOOR if self.limits.block_size else MissReason.PARTIAL_ENTRY, common)
 
-    def nearest(self, context: CacheContext) -> CacheContext | None:
-        """The key of the bucket that differs in the fewest dimensions. Buckets of another salt do not exist here."""
-        others = [b.context for b in self._buckets.values() if b.context.salt == context.salt]
-        return min(others, key=lambda other: len(differing(context, other)), default=None)
+    def bucket(self, context: CacheContext) -> Bucket | None:
+        return self._buckets.get(context.bucket)
+
+    def nearest(self, context: CacheContext) -> Bucket | None:
+        """The other bucket that differs in the fewest dimensions. Buckets of another salt do not exist here."""
+        others = [b for b in self._buckets.values() if b.context.salt == context.salt and not b.holds(context)]
+        return min(others, key=lambda other: len(differing(context, other.context)), default=None)
 
     # --- donating
 
@@ -202,11 +201,33 @@ class Store:
         if entry is None:
             entry = self._mark(bucket, Entry(context, node, key_digest(context, tokens), b"", now, now), tokens)
         entry.last_used = now
-        if replaces is not None and replaces is not entry and replaces in self._entries and self.limits.block_size:
-            self._drop(replaces)
+        if replaces is not None and replaces is not entry and self.limits.block_size:
+            self._supersede(replaces)
         self.totals.inserts += 1
         self._make_room()
         return entry if entry in self._entries else None
+
+    def _supersede(self, entry: Entry) -> None:
+        if entry in self._entries and not entry.pinned:
+            self._drop(entry)
+
+    def find(self, context: CacheContext, tokens: Tokens[int]) -> Entry | None:
+        """The entry of exactly this key, if it is stored. Touches nothing."""
+        bucket = self._buckets.get(context.bucket)
+        if bucket is None:
+            return None
+        node, depth = bucket.trie.walk(tokens)
+        return node.entries.get(context.session_key) if depth == node.depth == len(tokens) else None
+
+    def pin(self, entry: Entry) -> bool:
+        """Keep an entry from LRU and TTL until unpinned or reset; False when pins would hold over half the store."""
+        held = sum(e.nbytes for e in self._entries if e.pinned and e is not entry)
+        entry.pinned = held + entry.nbytes <= self.limits.capacity_bytes * PINNED_SHARE
+        return entry.pinned
+
+    def unpin(self, entry: Entry) -> None:
+        entry.pinned = False
+        self._make_room()
 
     def _mark(self, bucket: Bucket, entry: Entry, tokens: Tokens[int]) -> Entry:
         if self.limits.block_size:
@@ -223,7 +244,8 @@ class Store:
 
     # --- leaving
 
-    def _sweep(self, now: float) -> list[Entry]:
+    def sweep(self, now: float) -> list[Entry]:
+        """Evict and return what has outlived its TTL."""
         if not self.limits.ttl:
             return []
         expired = [e for e in self._entries if not e.pinned and now - e.last_used >= self.limits.ttl]
@@ -288,6 +310,7 @@ class Store:
             "lookups": totals.lookups,
             "hit_rate": totals.hits / totals.lookups if totals.lookups else 0.0,
             "tokens_reused": totals.tokens_reused,
+            "pinned_entries": sum(1 for entry in self._entries if entry.pinned),
             "inserts": totals.inserts,
             "evictions_lru": totals.evictions["lru"],
             "evictions_ttl": totals.evictions["ttl"],

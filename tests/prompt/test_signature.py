@@ -16,13 +16,8 @@ F = {"type": "function", "function": {"name": "f"}}
 G = {"type": "function", "function": {"name": "g", "description": "d", "parameters": {"type": "object", "a": [1]}}}
 NO_TOOLS = "573c70378dd56e5e1158003ac380a5c76d8278ff298fb5bb03ef0b421b34bd53"
 
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5)
-)
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+leaves = st.none() | st.booleans() | numbers | st.text(max_size=5)
 values = st.recursive(
     leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
 )

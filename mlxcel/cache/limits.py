@@ -1,0 +1,53 @@
+"""What bounds the store: read off the settings, and where these are silent, off the loaded model.
+
+It owns the rule that an explicit value is never changed, the families for which APC is off, and the log lines that
+tell an operator which default was applied. It does not measure memory: that is an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlxcel.cache.blocks import parse_hash_name
+from mlxcel.cache.budget import KV_STORE_MINIMUM, default_capacity, representative_length
+from mlxcel.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# Models with recurrent layers: KV alone does not restore them, so hashing its blocks would promise too much.
+RECURRENT = frozenset(
+    "jamba mamba mamba2 nemotron_h gated_delta kimi_linear kimi_k3 qwen3_next falcon_mamba longcat_flash "
+    "longcat_flash_ngram rwkv7 recurrent_gemma baichuan_m1".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the store. Sizes in bytes and tokens, `ttl` in seconds since the last hit (0: never expires).
+
+    `block_size` None switches APC off; `num_blocks` None leaves the number of hashed blocks unbounded.
+    """
+
+    enabled: bool = True
+    capacity_bytes: int = KV_STORE_MINIMUM
+    max_entries: int = 1024
+    ttl: float = 3600.0
+    min_prefix: int = 32
+    block_size: int | None = 16
+    num_blocks: int | None = None
+    hash: Literal["sha256", "blake3"] = "sha256"
+
+
+def is_recurrent(config: Mapping[str, Any]) -> bool:
+    """Whether config.json names a family of `RECURRENT`: model_type, text_config.model_type, or an architecture."""
+    text = config.get("text_config")
+    types = {config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
+    if types & RECURRENT:
+        return True
+    plain = {re.sub(r"[^a-z0-9]", "", family) for family in RECURRENT}
+    names = [re.sub(r"[^a-z0-9]", "", str(name).lower()) for name in config.get("architectures") or ()]
+    return any(family in name for name in names for family in plain)
