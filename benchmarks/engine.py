@@ -25,7 +25,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxcel.cache.key import CacheContext
-from mlxcel.cache.store import Limits, Store
+from mlxcel.cache.limits import Limits
+from mlxcel.cache.store import Store
 from mlxcel.engine import cpu
 from mlxcel.engine.batch import Engine
 from mlxcel.engine.model import LoadedModel, load_model, make_cache

@@ -38,7 +38,8 @@ class ContextExceeded(InvalidRequest):
 
     def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
         super().__init__(
-            f"request ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens), try increasing it",
+            f"request ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens), "
+            "try increasing it",
             n_prompt_tokens=n_prompt_tokens,
             n_ctx=n_ctx,
         )

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 REPLACEMENT = "\ufffd"
 
-MAX_WINDOW = 16  # ids decoded at a time, at most (and three of an unfinished character)
-MIN_WINDOW = 8  # ids kept when the window slides: more than the four ids that one character may be spread over
+MAX_WINDOW = 16  # ids decoded at a time
+MIN_WINDOW = 4  # ids kept when the window slides: as many as one character may be spread over
 
 
 class Detokenizer:
@@ -21,27 +21,24 @@ class Detokenizer:
 
     `decode` may drop a space at the start of what it is given (SentencePiece), write an unfinished character as
     one U+FFFD (byte-level BPE), or turn a whole run of byte ids into U+FFFD while its last character is unfinished
-    (byte fallback in `tokenizers`). When decoding changes text that is said already (a byte-fallback run that
-    ends invalid), the said text stands and the ids after it are decoded by themselves.
+    (byte fallback in `tokenizers`). Where an id makes `decode` change text that was said already, the said text
+    stands, and that id begins a window of its own.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._text = ""  # of the window, when it last continued what was said
+        self._text = ""  # of the window
         self._num_said = 0  # characters of _text
-        self._num_doubtful = 0  # ids at the window's end that came since then
 
     def push(self, token: int) -> str:
         """The text that `token` makes certain, "" if none."""
         self._window.append(token)
         text = self._decode(self._window)
         if not text.startswith(self._text[: self._num_said]):
-            self._num_doubtful += 1
-            if text.endswith(REPLACEMENT) and self._num_doubtful < 4:
-                return ""
-            text = self._restart()
-        self._num_doubtful = 0
+            rest = self.flush()
+            self._window, self._text, self._num_said = [], "", 0
+            return rest + self.push(token)
         if text and text == self._text and not self._decode([token]):
             self._window.pop()  # a special token: a window of nothing else would lose the context
             return ""
@@ -55,25 +52,16 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, with U+FFFD for a character that was never finished."""
-        if self._num_doubtful:
-            self._text = self._restart()
-            self._num_doubtful = 0
         rest = self._text[self._num_said :]
         self._num_said = len(self._text)
         return rest
 
-    def _restart(self) -> str:
-        """Forget the ids whose text was said; the text of those that are left."""
-        del self._window[: -self._num_doubtful]
-        self._num_said = 0
-        return self._decode(self._window)
-
     def _slide(self) -> None:
-        """Drop the oldest ids, at a place where the rest decodes to the same text, some of it said."""
+        """Drop the oldest ids, at a place where the rest still decodes to the end of the text."""
         num_unsaid = len(self._text) - self._num_said
         for num_kept in range(MIN_WINDOW, MAX_WINDOW):
             tail = self._decode(self._window[-num_kept:])
-            if len(tail) > num_unsaid and self._text.endswith(tail):
+            if len(tail) >= num_unsaid and self._text.endswith(tail):
                 break
         del self._window[:-num_kept]
         self._text, self._num_said = tail, max(len(tail) - num_unsaid, 0)

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from mlxcel.cache.key import CacheContext
-from mlxcel.cache.store import Limits, Store
+from mlxcel.cache.limits import Limits
+from mlxcel.cache.store import Store
 from mlxcel.engine.scheduler import Bounds, Scheduler, StepEngine
 from mlxcel.engine.sequence import Delta, Failed, Finished, Generation, Progress, Sampling, TokenLogprob
 from mlxcel.engine.tokenizer import Tokenizer

@@ -65,6 +65,7 @@ def test_valid_text_arrives_whole_however_it_is_cut(text, cuts):
 @given(st.lists(some_bytes | st.binary(max_size=5), max_size=80))
 @example([b"\xe2"] + [b""] * 40 + [b"\x82", b"\xac"])
 @example([b"\xff"] * 80)
+@example([b"\xf0", b"\x9f", b"\x98"] * 30)
 def test_any_bytes_arrive_as_they_decode_as_a_whole(pieces):
     tokenizer = ByteLevel(pieces)
     assert said(tokenizer.decode, tokenizer.ids) == tokenizer.decode(tokenizer.ids)
@@ -88,6 +89,7 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut(data, text, cu
 
 
 @given(st.text(alphabet="ab", max_size=40), cuts, st.lists(few, min_size=1, max_size=4))
+@example("aabaaabaaac", set(), ["aabaaac"])
 def test_stop_strings_that_overlap_themselves_and_each_other_are_found(text, cuts, stops):
     tokenizer = ByteLevel(split(text.encode(), cuts))
     stream = TextStream(tokenizer.decode, tuple(stops))
@@ -185,7 +187,7 @@ def test_a_decoder_that_changes_its_mind_loses_no_text_and_does_not_raise():
     def decode(ids):
         return "".join(map(chr, ids)).replace("ab", "X")
 
-    assert said(decode, map(ord, "cabd")) == "cabd"
+    assert said(decode, map(ord, "c\ufffdabd")) == "c\ufffdabd"
 
 
 # --- real tokenizers
@@ -261,6 +263,12 @@ def test_and_any_text_up_to_a_stop_string(tokenizer, text, stops):
 def test_special_tokens_say_nothing_and_do_not_disturb_what_is_around_them(tokenizer, parts):
     ids = [id for part in parts for id in tokenizer.encode(part).ids]
     assert said(tokenizer.decode, ids) == tokenizer.decode(ids)
+
+
+def test_a_space_at_the_start_waits_for_what_it_belongs_to():
+    tokenizer = REAL["byte-fallback"]
+    ids = [tokenizer.token_to_id(piece) for piece in ("▁", "▁w", "h")]
+    assert pieces_of(TextStream(tokenizer.decode, ()), ids) == ["", " w", "h", ""]
 
 
 def test_each_character_of_a_byte_fallback_run_arrives_when_it_is_whole():

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlxcel.cache.key import CacheContext
+from mlxcel.cache.limits import Limits
 from mlxcel.cache.lookup import Hit, Miss, MissReason
 from mlxcel.cache.radix import common_prefix
-from mlxcel.cache.store import Limits, Store
+from mlxcel.cache.store import Store
 from tests.segments import BYTES_PER_TOKEN, TokenSegment, joined
 
 SIG = "0" * 64

@@ -7,7 +7,7 @@ import unicodedata
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxcel.engine.gguf_file import GGUFError, GGUFFile, Tensor, Value
@@ -68,6 +68,7 @@ def test_byte_level_text_comes_back_as_it_was(pre, text):
 
 
 @given(TEXTS)
+@example("e\u0301")
 @settings(deadline=None, max_examples=60)
 def test_qwen_text_comes_back_normalised_to_nfc(text):
     tokenizer, _ = byte_level("qwen2")
@@ -143,9 +144,9 @@ def test_sentencepiece_matches_user_defined_tokens_in_the_raw_text():
     assert tokenizer.decode(tokenizer.encode("he  he"), skip_special_tokens=True) == "he  he"
 
 
-def test_an_empty_token_does_not_match_everywhere():
+def test_empty_tokens_are_neither_twins_nor_found_in_a_text():
     tokens, types = byte_vocabulary()
-    tokenizer, _ = byte_level(tokens=[*tokens, ""], token_type=[*types, 3])
+    tokenizer, _ = byte_level(tokens=[*tokens, "", ""], token_type=[*types, 3, 4])
     assert pieces(tokenizer, "hello") == ["hello"]
 
 
@@ -169,10 +170,9 @@ def test_sentencepiece_has_ids_1_and_2_for_bos_and_eos_unless_told():
 
 
 def test_an_end_of_turn_that_the_file_does_not_mark_is_special_all_the_same():
-    tokens, types = byte_vocabulary()
-    tokenizer, end_ids = byte_level(token_type=[1] * len(types))
+    tokenizer, end_ids = byte_level(token_type=[1] * len(byte_vocabulary()[1]))
     assert end_ids == [2, 0]
-    assert tokenizer.encode("<|im_end|>") == [tokens.index("<|im_end|>")]
+    assert tokenizer.encode("<|endoftext|><|im_end|>") == [0, 2]
 
 
 def test_padding_and_unknown_outside_the_vocabulary_are_ignored():

@@ -9,7 +9,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlxcel.cache.store import Limits
+from mlxcel.cache.limits import Limits
 from mlxcel.engine.batch import Engine
 from mlxcel.engine.sequence import Generation, Sampling
 from tests.harness import BOUNDS, CONTEXT, GREEDY, collect, scheduling
@@ -113,6 +113,31 @@ async def test_two_that_adopt_the_same_entry_at_once_leave_it_unchanged(dense, m
             for ours, twin in zip(warm, cold, strict=True):
                 assert ours.cached >= 80
                 assert_same(ours, twin)
+
+
+async def test_what_was_generated_beside_others_of_other_lengths_can_be_reused(dense, mlx_thread):
+    async with serving(dense, mlx_thread) as scheduler:
+        prompts = [prompt(seed, n) for seed, n in ((1, 150), (2, 20), (3, 75), (4, 33))]
+        first = await asyncio.gather(
+            *(collect(scheduler, generation(p, True, max_tokens=20 + 9 * i)) for i, p in enumerate(prompts))
+        )
+        followups = [p + r.tokens + prompt(60 + i, 12) for i, (p, r) in enumerate(zip(prompts, first, strict=True))]
+        cold = [await collect(scheduler, generation(f, False)) for f in followups]
+        warm = await asyncio.gather(*(collect(scheduler, generation(f, True)) for f in followups))
+    for ours, twin, length in zip(warm, cold, (170, 49, 113, 80), strict=True):
+        assert ours.cached == length - length % 16
+        assert_same(ours, twin)
+
+
+async def test_a_segment_that_was_cut_several_times_still_holds_the_right_rows(dense, mlx_thread):
+    async with serving(dense, mlx_thread) as scheduler:
+        await collect(scheduler, generation(prompt(1), True))
+        for seed, shared in ((2, 70), (3, 100), (4, 35), (5, 90), (6, 119)):
+            ours = prompt(1)[:shared] + prompt(seed)[shared:]
+            cold = await collect(scheduler, generation(ours, False))
+            warm = await collect(scheduler, generation(ours, True))
+            assert warm.cached == shared - shared % 16
+            assert_same(warm, cold)
 
 
 async def test_cache_prompt_false_neither_reads_nor_writes(dense, mlx_thread):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxcel.cache.store import Limits
+from mlxcel.cache.limits import Limits
 from mlxcel.engine.scheduler import EngineFailed
 from mlxcel.engine.sequence import Delta, Failed, Finished, Generation
 from mlxcel.errors import ContextExceeded, InvalidRequest, Unavailable

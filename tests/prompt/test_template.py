@@ -103,6 +103,10 @@ def test_arguments_can_be_iterated_over():
     assert '<function=add>\n<b>2\n<a>{"x": [1.5, "é"]}<|im_end|>' in text
 
 
+def test_lines_that_hold_only_a_block_leave_no_blank():
+    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc", [user("x")]) == "a\nb\nc"
+
+
 def test_the_generation_tag_and_loop_controls_are_understood():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     assert render(source, [user("a"), user("b")]) == "a"
@@ -139,6 +143,10 @@ def test_variables_tell_what_a_template_takes_from_outside(source, names):
         "{{ messages[0].content.nothing.at_all }}",
         "{{ messages[9].role }}",
         "{{ 1 / 0 }}",
+        "{{ 'a' * 10**18 }}",
+        "{{ '{a}'.format() }}",
+        "{{ 'a' | dictsort }}",
+        "{{ 'a'.index('b') }}",
         "{{ 'a' + 1 }}",
         "{{ nothing() }}",
         "{% for a in 'a' | items %}{% endfor %}",
@@ -169,6 +177,15 @@ def test_a_failure_is_one_printable_line_of_bounded_length(text):
 @pytest.mark.parametrize("source", ["{% if %}", "{{ 'a }}", "{% endfor %}", "{{ x | no_such_filter }}", "\n{% for %}"])
 def test_a_source_that_does_not_compile_is_a_configuration_error(source):
     with pytest.raises(ConfigError, match=r"^chat template: line \d+: .") as error:
+        ChatTemplate(source, {})
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for a in b %}" * 30 + "{% endfor %}" * 30, "{{ " + "(" * 9999 + ")" * 9999 + " }}"]
+)
+def test_so_is_one_that_is_nested_too_deeply(source):
+    with pytest.raises(ConfigError, match=r"^chat template: .") as error:
         ChatTemplate(source, {})
     assert str(error.value).isprintable()
 
