@@ -56,7 +56,7 @@ def load_model(path: Path, *, dtype: Dtype, model_id: str) -> LoadedModel:
     from mlxcel.engine.selftest import batches_rightly
 
     net, config, backend, eos_ids, template = _load_gguf(path, dtype) if is_gguf(path) else _load_directory(path, dtype)
-    mx.eval(net.parameters())
+    mx.eval(net)  # the private arrays too (RoPE tables): a lazy one would be bound to this thread
     text_config = {**config, **config.get("text_config", {})}
     weights = [array for _, array in tree_flatten(net.parameters())]
     vocab_size = probe(net)

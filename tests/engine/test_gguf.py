@@ -208,6 +208,11 @@ def test_a_tensor_that_would_be_left_out_is_refused(tmp_path):
     assert refused(write_gguf(tmp_path / "m.gguf", extra=experts)).startswith("tensor blk.0.ffn_up_exps.weight is not")
 
 
+def test_a_long_or_unprintable_name_does_not_break_the_line(tmp_path):
+    noise = {"odd\n\x1bname" * 200: np.zeros((1, 1), np.float32)}
+    assert refused(write_gguf(tmp_path / "m.gguf", extra=noise)).startswith("tensor odd nameodd name")
+
+
 def test_metadata_that_disagrees_with_the_tensors_is_refused(tmp_path):
     wide = {"blk.0.attn_q.weight": np.zeros((128, 64), np.float32)}
     cause = refused(write_gguf(tmp_path / "m.gguf", extra=wide))
