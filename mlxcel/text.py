@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 REPLACEMENT = "\ufffd"
 
 MAX_WINDOW = 16  # ids decoded at a time
-MIN_WINDOW = 4  # ids kept when the window slides: as many as one character may be spread over
+MIN_WINDOW = 8  # ids kept when the window slides: eight bytes are three U+FFFD at least, so all unsaid ones stay
 
 
 class Detokenizer:
@@ -43,7 +43,7 @@ class Detokenizer:
             self._window.pop()  # a special token: a window of nothing else would lose the context
             return ""
         # An unfinished character shows as three U+FFFD at most; those before them are there to stay.
-        certain = max(self._num_said, len(text.rstrip(REPLACEMENT)), len(text) - 3)
+        certain = max(len(text.rstrip(REPLACEMENT)), len(text) - 3)
         fresh = text[self._num_said : certain]
         self._text, self._num_said = text, certain
         if len(self._window) > MAX_WINDOW:
@@ -57,14 +57,11 @@ class Detokenizer:
         return rest
 
     def _slide(self) -> None:
-        """Drop the oldest ids, at a place where the rest still decodes to the end of the text."""
+        """Drop the oldest ids. Where that halves a character, U+FFFD in its place is counted as said."""
         num_unsaid = len(self._text) - self._num_said
-        for num_kept in range(MIN_WINDOW, MAX_WINDOW):
-            tail = self._decode(self._window[-num_kept:])
-            if len(tail) >= num_unsaid and self._text.endswith(tail):
-                break
-        del self._window[:-num_kept]
-        self._text, self._num_said = tail, max(len(tail) - num_unsaid, 0)
+        del self._window[:-MIN_WINDOW]
+        self._text = self._decode(self._window)
+        self._num_said = len(self._text) - num_unsaid
 
 
 class StopMatcher:
