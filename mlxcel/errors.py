@@ -1,7 +1,7 @@
 """Every failure that a person can meet, as one small tree.
 
 Each class carries the HTTP status and the llama-server `type` that it is answered with; one middleware
-(api/app.py) renders them. Nothing here knows HTTP, MLX or the store. `ConfigError` and `ModelError` never
+(api/app.py) renders them. Nothing here knows HTTP, MLX or the store. `ConfigError` and `StartError` never
 reach a client: `__main__` prints their one line and exits with `exit_code`.
 """
 
@@ -82,7 +82,11 @@ class ConfigError(Exception):
     exit_code = 2
 
 
-class ModelError(Exception):
-    """A model that cannot be found, read or served; the message is one line."""
+class StartError(Exception):
+    """What keeps the server from starting; the message is one line."""
 
     exit_code = 1
+
+
+class ModelError(StartError):
+    """A model that cannot be found, read or served."""

@@ -61,9 +61,7 @@ def explain(store: Store, context: CacheContext, tokens: Tokens[int], now: float
     )
 
 
-def _candidate(
-    store: Store, context: CacheContext, tokens: Tokens[int]
-) -> tuple[Entry | None, tuple[MissReason, ...]]:
+def _candidate(store: Store, context: CacheContext, tokens: Tokens[int]) -> tuple[Entry | None, tuple[MissReason, ...]]:
     """The entry of the own bucket that shares most, else that of the nearest bucket, and where its key differs."""
     own = store.bucket(context)
     bucket = own or store.nearest(context)

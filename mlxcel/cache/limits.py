@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlxcel.cache.blocks import parse_hash_name
 from mlxcel.cache.budget import KV_STORE_MINIMUM, default_capacity, representative_length
 from mlxcel.settings import Settings
 
 log = logging.getLogger(__name__)
+
+UNLIMITED = 1 << 62
 
 # Models with recurrent layers: KV alone does not restore them, so hashing its blocks would promise too much.
 RECURRENT = frozenset(
@@ -51,3 +52,45 @@ def is_recurrent(config: Mapping[str, Any]) -> bool:
     plain = {re.sub(r"[^a-z0-9]", "", family) for family in RECURRENT}
     names = [re.sub(r"[^a-z0-9]", "", str(name).lower()) for name in config.get("architectures") or ()]
     return any(family in name for name in names for family in plain)
+
+
+def choose_limits(
+    settings: Settings, config: Mapping[str, Any], bytes_per_token: int, left: int | None, n_ctx: int
+) -> Limits:
+    """The limits for a loaded model whose KV takes `bytes_per_token`, with `left` bytes of memory beside it.
+
+    `bytes_per_token` 0: the model's KV cannot be stored, and no default is derived from it.
+    """
+    apc = settings.apc_enabled and not is_recurrent(config)
+    if settings.apc_enabled and not apc:
+        log.info("APC is off: %s has recurrent layers, whose state KV blocks do not restore", config.get("model_type"))
+    return Limits(
+        enabled=settings.prompt_cache_enabled,
+        capacity_bytes=_capacity(settings, bytes_per_token, left, n_ctx),
+        max_entries=settings.prompt_cache_max_entries,
+        ttl=settings.prompt_cache_ttl,
+        min_prefix=settings.prompt_cache_min_prefix,
+        block_size=settings.apc_block_size if apc else None,
+        num_blocks=settings.apc_num_blocks,
+        hash=settings.apc_hash,
+    )
+
+
+def _capacity(settings: Settings, bytes_per_token: int, left: int | None, n_ctx: int) -> int:
+    """Explicit bytes, else llama-server's MiB, else the default for this model."""
+    if settings.prompt_cache_capacity_bytes is not None:
+        return int(settings.prompt_cache_capacity_bytes)
+    if settings.cache_ram is not None:
+        return UNLIMITED if settings.cache_ram < 0 else settings.cache_ram * (1 << 20)
+    if not bytes_per_token:
+        return KV_STORE_MINIMUM
+    entry = bytes_per_token * representative_length(settings.ctx_size and n_ctx)
+    chosen = default_capacity(entry, left, KV_STORE_MINIMUM)
+    log.info(
+        "Applied model-aware prompt-cache KV store capacity default: old=%d recommended=%d entry=%d ceiling=%s",
+        KV_STORE_MINIMUM,
+        chosen,
+        entry,
+        "unknown" if left is None else left // 4,
+    )
+    return chosen

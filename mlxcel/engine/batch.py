@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationBatch, StopSequences
+from mlx_lm.generate import StopSequences
 
+from mlxcel.engine.decode import DecodeBatch
 from mlxcel.engine.kv import KVSegment, leaves
 from mlxcel.engine.model import LoadedModel, make_cache
 from mlxcel.engine.sampling import greedy, make_processors, make_sampler, token_logprobs
@@ -85,8 +86,8 @@ class Engine:
         self._model = model
         self._caches: dict[int, list[Any]] = {}
         self._top_logprobs: dict[int, int] = {}
-        self._batch: GenerationBatch | None = None
-        self._alone: dict[int, GenerationBatch] = {}
+        self._batch: DecodeBatch | None = None
+        self._alone: dict[int, DecodeBatch] = {}
 
     def step(self, plan: Plan) -> Outcome:
         """Do what the plan says, in the order of the module's first line. Raises nothing on a sequence's account."""
@@ -129,7 +130,7 @@ class Engine:
             outcome.failed |= dict.fromkeys(ids, error)
             self._forget(set(ids))
 
-    def _batches(self) -> list[GenerationBatch]:
+    def _batches(self) -> list[DecodeBatch]:
         return ([self._batch] if self._batch else []) + list(self._alone.values())
 
     # --- prefill
@@ -173,9 +174,10 @@ class Engine:
     def _take_cache(self, id: int) -> list[Any]:
         return self._caches.pop(id, None) or make_cache(self._model.net)
 
-    def _generation(self, starts: list[Start], cache: list[Any]) -> GenerationBatch:
+    def _generation(self, starts: list[Start], cache: list[Any]) -> DecodeBatch:
         samplings = [start.sampling for start in starts]
-        return GenerationBatch(
+        return DecodeBatch(
+            asking=self._top_logprobs,
             model=self._model.net,
             uids=[start.id for start in starts],
             inputs=mx.array([start.prompt[-1] for start in starts]),
@@ -188,7 +190,7 @@ class Engine:
             max_tokens=[_UNBOUNDED for _ in starts],
         )
 
-    def _decode(self, batch: GenerationBatch, outcome: Outcome) -> None:
+    def _decode(self, batch: DecodeBatch, outcome: Outcome) -> None:
         responses = batch.next()
         asked = [r for r in responses if r.uid in self._top_logprobs]
         rows = [(r.logprobs, r.token, min(self._top_logprobs[r.uid], self._model.vocab_size)) for r in asked]

@@ -1,4 +1,4 @@
-"""From a row of log-probabilities to a token, per sequence: its filters, its penalties, its own random key.
+"""From a row of logits to a token, per sequence: its filters, its penalties, its own random key.
 
 A row never sees another row's random state, so that a seed gives the same text whatever shares the batch. The
 filters are mlx-lm's; what is ours is that they run on the top_k candidates alone where top_k is set (a sort of
@@ -18,31 +18,32 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
-def greedy(logprobs: mx.array) -> mx.array:
+def greedy(logits: mx.array) -> mx.array:
     """One shared object: a batch of greedy rows is then sampled in one call."""
-    return mx.argmax(logprobs, axis=-1)
+    return mx.argmax(logits, axis=-1)
 
 
 def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
-    """A function from (1, vocab) log-probabilities to (1,) token ids; each call uses the next random key."""
+    """A function from (1, vocab) logits to (1,) token ids; each call uses the next random key."""
     if sampling.temperature <= 0:
         return greedy
     key = mx.random.key(sampling.seed & 0xFFFFFFFF)
     scale = 1.0 / sampling.temperature
     top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
 
-    def sample(logprobs: mx.array) -> mx.array:
+    def sample(logits: mx.array) -> mx.array:
         nonlocal key
         key, draw = mx.random.split(key)
-        candidates = None
+        logits, candidates = logits.astype(mx.float32), None
         if top_k:
-            candidates = _largest(logprobs, top_k)
-            logprobs = mx.take_along_axis(logprobs, candidates, axis=-1)
+            candidates = _largest(logits, top_k)
+            logits = mx.take_along_axis(logits, candidates, axis=-1)
+        logits = logits - mx.max(logits, axis=-1, keepdims=True)  # top_p takes exponentials
         if sampling.top_p < 1.0:
-            logprobs = apply_top_p(logprobs, sampling.top_p)
+            logits = apply_top_p(logits, sampling.top_p)
         if sampling.min_p > 0.0:
-            logprobs = apply_min_p(logprobs, sampling.min_p)
-        chosen = mx.random.categorical(logprobs * scale, key=draw)
+            logits = apply_min_p(logits, sampling.min_p)
+        chosen = mx.random.categorical(logits * scale, key=draw)
         if candidates is None:
             return chosen
         return mx.take_along_axis(candidates, chosen[..., None], axis=-1)[..., 0]
@@ -50,10 +51,10 @@ def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
     return sample
 
 
-def _largest(logprobs: mx.array, k: int) -> mx.array:
+def _largest(logits: mx.array, k: int) -> mx.array:
     """Ids of the k largest, best first: the random draw goes by rank, which a neighbour's rounding hardly moves."""
-    ids = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[..., :k]
-    order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
+    ids = mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k]
+    order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
     return mx.take_along_axis(ids, order, axis=-1)
 
 

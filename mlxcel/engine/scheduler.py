@@ -225,9 +225,7 @@ class Scheduler:
         elif outcome.tokens:
             self._failed_steps = 0
         if self._failed_steps >= MAX_FAILED_STEPS:
-            raise EngineFailed(
-                f"{MAX_FAILED_STEPS} steps in a row failed, last: {next(iter(outcome.failed.values()))}"
-            )
+            raise EngineFailed(f"{MAX_FAILED_STEPS} steps in a row failed, last: {next(iter(outcome.failed.values()))}")
 
     def _drop_cancelled(self) -> None:
         for queue in (self._waiting, self._prefilling):

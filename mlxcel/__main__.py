@@ -1,0 +1,37 @@
+"""The command: settings first, everything heavy after."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from mlxcel import logs, usage
+from mlxcel.errors import ConfigError, StartError
+from mlxcel.settings import parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server. Returns 0 after a clean stop, 1 when it cannot serve, 2 for a bad flag or variable."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if "--help" in words or "-h" in words:
+        print(usage.help_text())
+        return 0
+    if "--version" in words:
+        print(usage.version_text())
+        return 0
+    try:
+        settings = parse(words, os.environ)
+        logs.set_up(settings)
+        # transformers announces at import that PyTorch is missing; nothing here needs it
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from mlxcel.server import serve
+
+        return serve(settings)
+    except (ConfigError, StartError) as error:
+        print(f"mlxcel-server: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What all generating requests ask alike: sampling, length, stops, form of the answer, cache.
+
+It owns the names, defaults and ranges of these fields (llama-server's table; null is absent everywhere). It does not
+know the vocabulary, the context length or the cache. Invariant: an `Options` needs no further type or range check,
+and its cache_salt shows in no repr and no message.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxcel.api.fields import Fields, invalid, kind_of
+from mlxcel.cache.key import ANONYMOUS
+from mlxcel.engine.sequence import Sampling
+from mlxcel.settings import Settings
+
+MAX_STOPS = 32
+MAX_STOP_LENGTH = 1024
+MAX_KEY_LENGTH = 1024  # characters of cache_salt, prompt_cache_key and user: they live as long as their entries
+MAX_CHOICES = 128
+MAX_BIAS = 10_000.0  # beyond it a float32 logit may become infinite, and infinity minus infinity is NaN
+RANDOM_SEED = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What all dialects ask alike. `sampling.logit_bias` is still empty: `logit_bias` may name tokens by their text.
+
+    `max_tokens` None is unlimited, `top_logprobs` None asks for none, `ping_interval` (seconds) 0 or less is off.
+    """
+
+    sampling: Sampling
+    logit_bias: tuple[tuple[int | str, float], ...]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    num_choices: int
+    top_logprobs: int | None
+    stream: bool
+    include_usage: bool
+    timings_per_token: bool
+    return_progress: bool
+    return_tokens: bool
+    ping_interval: int
+    cache_prompt: bool
+    session_key: str
+    salt: str | None = field(repr=False)
+
+
+def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -> Options:
+    for name in ("grammar", "json_schema"):
+        if fields.raw(name):
+            raise invalid(name, "not supported yet")
+    _check_response_format(fields)
+    default_max = settings.n_predict
+    max_tokens = fields.integer("n_predict", "max_completion_tokens", "max_tokens", default=default_max, low=-1)
+    stream_options = Fields(fields.mapping("stream_options", {}))
+    return Options(
+        sampling=read_sampling(fields, settings),
+        logit_bias=_logit_bias(fields.raw("logit_bias"), settings),
+        max_tokens=None if max_tokens < 0 else max_tokens,
+        stop=_stop(fields.raw("stop"), settings),
+        ignore_eos=fields.boolean("ignore_eos", settings.ignore_eos),
+        num_choices=fields.integer("n_cmpl", "n", default=1, low=1, high=MAX_CHOICES),
+        top_logprobs=top_logprobs,
+        stream=fields.boolean("stream", False),
+        include_usage=stream_options.boolean("include_usage", False),
+        timings_per_token=fields.boolean("timings_per_token", False),
+        return_progress=fields.boolean("return_progress", False),
+        return_tokens=fields.boolean("return_tokens", False),
+        ping_interval=fields.integer("sse_ping_interval", default=settings.sse_ping_interval, low=-1),
+        cache_prompt=fields.boolean("cache_prompt", settings.cache_prompt),
+        session_key=_key(fields, "prompt_cache_key") or _key(fields, "user") or ANONYMOUS,
+        salt=_salt(fields, settings),
+    )
+
+
+def read_sampling(fields: Fields, settings: Settings) -> Sampling:
+    """Soft ranges wider than anything useful keep float32 arithmetic finite."""
+    repeat_last_n = fields.integer("repeat_last_n", default=settings.repeat_last_n, low=-1)
+    temperature = fields.number("temperature", settings.temperature, 0.0, 1000.0)
+    return Sampling(
+        temperature=temperature if temperature >= 1e-5 else 0.0,
+        top_k=fields.clamped("top_k", settings.top_k, 0, (1 << 31) - 1),
+        top_p=fields.number("top_p", settings.top_p, 0.0, 1.0),
+        min_p=fields.number("min_p", settings.min_p, 0.0, 1.0),
+        repeat_penalty=fields.number("repeat_penalty", settings.repeat_penalty, 1e-3, 1e3),
+        repeat_last_n=(1 << 31) - 1 if repeat_last_n < 0 else repeat_last_n,
+        presence_penalty=fields.number("presence_penalty", settings.presence_penalty, -1e3, 1e3),
+        frequency_penalty=fields.number("frequency_penalty", settings.frequency_penalty, -1e3, 1e3),
+        seed=_seed(fields.integer("seed", default=settings.seed)),
+    )
+
+
+def _seed(seed: int) -> int:
+    """32 bits as in llama-server, whose -1 (all bits set) asks for a random one."""
+    seed &= RANDOM_SEED
+    return secrets.randbelow(RANDOM_SEED) if seed == RANDOM_SEED else seed
+
+
+def _logit_bias(value: Any, settings: Settings) -> tuple[tuple[int | str, float], ...]:
+    """[[id or text, number or false], ...] or {"id or text": the same}. false bans; odd entries are skipped."""
+    if value is None:
+        return tuple(settings.logit_bias)
+    if not isinstance(value, (list, dict)):
+        raise invalid("logit_bias", f"expected an object or an array of pairs, got {kind_of(value)}")
+    pairs: Iterable[Any] = value if isinstance(value, list) else ([_bias_key(k), v] for k, v in value.items())
+    return tuple(
+        (pair[0], -math.inf if pair[1] is False else min(max(float(pair[1]), -MAX_BIAS), MAX_BIAS))
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, str)
+        if pair[1] is False or type(pair[1]) in (int, float)
+    )
+
+
+def _bias_key(key: str) -> int | str:
+    return int(key) if key.isascii() and key.isdigit() and len(key) < 12 else key
+
+
+def _stop(value: Any, settings: Settings) -> tuple[str, ...]:
+    if value is None:
+        return tuple(settings.reverse_prompt)
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise invalid("stop", "expected a string or an array of strings")
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"at most {MAX_STOPS} stop strings are supported")
+    if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise invalid("stop", f"a stop string is longer than {MAX_STOP_LENGTH} characters")
+    return tuple(stop for stop in stops if stop)
+
+
+def _key(fields: Fields, name: str) -> str:
+    key = fields.text(name, "")
+    if len(key) > MAX_KEY_LENGTH:
+        raise invalid(name, f"longer than {MAX_KEY_LENGTH} characters")
+    return key
+
+
+def _salt(fields: Fields, settings: Settings) -> str | None:
+    salt = fields.text("cache_salt", None)
+    if salt is None:
+        if settings.require_cache_salt:
+            raise invalid("cache_salt", "is required by this server")
+        return None
+    if not salt.strip():
+        raise invalid("cache_salt", "must not be empty")
+    if len(salt) > MAX_KEY_LENGTH:
+        raise invalid("cache_salt", f"longer than {MAX_KEY_LENGTH} characters")
+    return salt
+
+
+def _check_response_format(fields: Fields) -> None:
+    wanted = Fields(fields.mapping("response_format", {})).text("type", "text")
+    if wanted not in ("text", "json_object", "json_schema"):
+        raise invalid("response_format", "type must be text, json_object or json_schema")
+    if wanted != "text":
+        raise invalid("response_format", f"type {wanted} is not supported yet")

@@ -1,0 +1,160 @@
+"""From a checked request to generations: render, tokenise, hold against the vocabulary, name the cache context.
+
+All of it is synchronous and safe in any thread, so that the caller may move a long prompt off the event loop.
+It does not know the scheduler's state. Invariant: no token id outside the vocabulary leaves this module (MLX would
+read beyond the embedding table), and every generation carries the request's salt or no cache context at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mlxcel.api.conversation import Conversation
+from mlxcel.api.fields import invalid
+from mlxcel.api.options import Options
+from mlxcel.api.requests import ChatRequest, Prompt, PromptRequest
+from mlxcel.api.services import Services
+from mlxcel.cache.key import CacheContext, SignatureParts
+from mlxcel.engine.sequence import Generation
+from mlxcel.errors import InvalidRequest
+from mlxcel.prompt.signature import RAW_PROMPT_SIG, Signature, template_sig
+from mlxcel.prompt.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from mlxcel.engine.tokenizer import Tokenizer
+
+
+T = TypeVar("T")
+
+LONG_BODY = 20_000  # bytes; tokenising as much takes some ten milliseconds
+
+
+async def off_loop(work: Callable[[Services, bytes], T], services: Services, body: bytes) -> T:
+    """Do the work on a body: here when it is short, else in a thread, so that nobody's tokens wait for it.
+
+    The tokenizer releases the GIL; what does not is still interrupted every few milliseconds.
+    """
+    if len(body) < LONG_BODY:
+        return work(services, body)
+    return await asyncio.to_thread(work, services, body)
+
+
+def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
+    """One generation for each choice. Raises InvalidRequest."""
+    template = chat_template(services)
+    tokenizer = services.live.model.tokenizer
+    text = render(template, request.conversation)
+    tokens = tokenizer.encode(text, add_special=False)  # the template alone decides on BOS
+    signature = _signature(template, request.conversation)
+    context = _context(services, request.options, signature.hex, signature.parts)
+    return _generations(tokenizer, request.options, [tokens], context, "messages")
+
+
+def prepare_prompts(services: Services, request: PromptRequest) -> list[Generation]:
+    """One generation for each choice of each prompt, the choices of a prompt side by side. Raises InvalidRequest."""
+    tokenizer = services.live.model.tokenizer
+    prompts = [tokenise(tokenizer, prompt, add_special=True) for prompt in request.prompts]
+    context = _context(services, request.options, RAW_PROMPT_SIG)
+    return _generations(tokenizer, request.options, prompts, context, "prompt")
+
+
+def chat_template(services: Services) -> ChatTemplate:
+    if services.live.template is None:
+        raise InvalidRequest("this model has no chat template: use /v1/completions, or start with --chat-template")
+    return services.live.template
+
+
+def render(template: ChatTemplate, conversation: Conversation) -> str:
+    """The prompt's text. A continued message's text is put after the generation prompt, as llama-server does.
+
+    The arguments of a replayed tool call are JSON inside JSON and may bring lone surrogates, which no tokenizer takes.
+    """
+    messages = list(conversation.messages)
+    rest = str(messages.pop()["content"]) if conversation.continue_final else ""
+    text = template.render(
+        messages,
+        tools=_shown_tools(template, conversation),
+        add_generation_prompt=conversation.continue_final or conversation.add_generation_prompt,
+        **conversation.template_kwargs,
+    )
+    return (text + rest).encode(errors="replace").decode()
+
+
+def _shown_tools(template: ChatTemplate, conversation: Conversation) -> list[dict[str, Any]] | None:
+    return list(conversation.tools) or None if "tools" in template.variables else None
+
+
+def _signature(template: ChatTemplate, conversation: Conversation) -> Signature:
+    return template_sig(
+        template.source,
+        conversation.template_kwargs,
+        conversation.tool_choice,
+        _shown_tools(template, conversation),
+        conversation.continue_final,
+    )
+
+
+def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool) -> array[int]:
+    """Only text at the very beginning gets the special tokens that the model wants there."""
+    tokens: array[int] = array("i")
+    for i, part in enumerate(prompt):
+        is_text = isinstance(part, str)
+        tokens += tokenizer.encode(part, add_special=add_special and i == 0) if is_text else part
+    return tokens
+
+
+def _generations(
+    tokenizer: Tokenizer, options: Options, prompts: Iterable[array[int]], context: CacheContext | None, param: str
+) -> list[Generation]:
+    sampling = replace(options.sampling, logit_bias=_logit_bias(tokenizer, options))
+    generations = []
+    for tokens in prompts:
+        _check(tokens, tokenizer.vocab_size, param)
+        for i in range(options.num_choices):
+            generations.append(
+                Generation(
+                    prompt=tokens,
+                    sampling=replace(sampling, seed=sampling.seed + i),
+                    max_tokens=options.max_tokens,
+                    stop=options.stop,
+                    ignore_eos=options.ignore_eos,
+                    top_logprobs=options.top_logprobs,
+                    cache=context,
+                )
+            )
+    return generations
+
+
+def _check(tokens: array[int], vocab_size: int, param: str) -> None:
+    if not tokens:
+        raise invalid(param, "the prompt is empty: it has no tokens to process")
+    if max(tokens) >= vocab_size:
+        raise invalid(param, "a token id is out of the vocabulary")
+
+
+def _logit_bias(tokenizer: Tokenizer, options: Options) -> tuple[tuple[int, float], ...]:
+    """Ids out of the vocabulary are skipped as in llama-server: MLX would write beyond the logits."""
+    biases: dict[int, float] = {}
+    for key, bias in options.logit_bias:
+        ids = [key] if isinstance(key, int) else tokenizer.encode(key, add_special=False)
+        biases.update({token: bias for token in ids if 0 <= token < tokenizer.vocab_size})
+    return tuple(biases.items())
+
+
+def _context(
+    services: Services, options: Options, signature: str, parts: SignatureParts | None = None
+) -> CacheContext | None:
+    """None: the prompt cache is neither read nor written."""
+    if not options.cache_prompt or not services.store.enabled:
+        return None
+    return CacheContext(
+        model_id=services.live.model.id,
+        template_sig=signature,
+        session_key=options.session_key,
+        salt=options.salt,
+        parts=parts,
+    )

@@ -1,0 +1,51 @@
+"""What the handlers share: the settings, the store, and the model once it has been loaded.
+
+One object per process, created before the sockets open and completed when the model is there. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from mlxcel.cache.store import Store
+from mlxcel.errors import Unavailable
+from mlxcel.prompt.template import ChatTemplate
+from mlxcel.settings import Settings
+
+if TYPE_CHECKING:  # importing MLX takes seconds, and the sockets open before it
+    from mlxcel.engine.model import LoadedModel
+    from mlxcel.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What exists once the model is loaded."""
+
+    model: LoadedModel
+    scheduler: Scheduler
+    template: ChatTemplate | None
+
+
+@dataclass(slots=True)
+class Services:
+    """`num_refused` generating requests never reached the scheduler's queue."""
+
+    settings: Settings
+    store: Store
+    started_at: float = field(default_factory=time.time)
+    draining: bool = False
+    num_refused: int = 0
+    loaded: Live | None = None
+
+    @property
+    def live(self) -> Live:
+        if self.loaded is None:
+            raise Unavailable("Loading model")
+        return self.loaded
+
+
+SERVICES = web.AppKey("services", Services)

@@ -1,0 +1,241 @@
+"""The life of the process: listen, load, serve, drain, stop.
+
+It wires the parts together and owns nothing else. The order matters: the sockets open first, so that a port in use
+is found before a minute of loading and health checks get their 503 meanwhile; everything of MLX, from loading to the
+last release, happens on one thread, and at the end that thread's streams are cleared, without which the process
+aborts at exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from mlxcel import __version__
+from mlxcel.api.app import build_app, start_site
+from mlxcel.api.services import Live, Services
+from mlxcel.cache.limits import Limits, choose_limits
+from mlxcel.cache.store import Store
+from mlxcel.errors import ConfigError, StartError
+from mlxcel.metrics import Metrics
+from mlxcel.prompt.template import ChatTemplate
+from mlxcel.settings import Settings
+
+if TYPE_CHECKING:
+    from mlxcel.engine.batch import Engine
+    from mlxcel.engine.model import LoadedModel
+    from mlxcel.engine.scheduler import Bounds, Scheduler
+
+log = logging.getLogger(__name__)
+
+AUTOMATIC_SLOTS = 8
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal. Returns the exit status; raises StartError or ConfigError when it cannot start."""
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    try:
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    except ImportError:
+        pass
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> int:
+    log.info("mlxcel %s, Python %s", __version__, sys.version.split()[0])
+    for line in settings.non_defaults():
+        log.info("setting %s", line)
+    if idle := settings.without_effect():
+        log.info("accepted without effect here: %s", ", ".join(idle))
+    stop = _catch_signals()
+    services = Services(settings, Store(Limits(enabled=settings.prompt_cache_enabled)), Metrics())
+    runner = await _listen(services)
+    pool = ThreadPoolExecutor(1, thread_name_prefix="mlx")
+    try:
+        parts = await _unless(stop, asyncio.ensure_future(_load(services, pool)))
+        if parts is None:
+            log.info("stopped while loading")
+            os._exit(0)  # the loading thread cannot be interrupted
+        return await _run(services, runner, parts, stop, pool)
+    finally:
+        await runner.cleanup()
+        pool.shutdown(wait=False)
+
+
+def _catch_signals() -> asyncio.Event:
+    """The first SIGINT or SIGTERM sets the event, the second ends the process."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def caught(name: str) -> None:
+        if stop.is_set():
+            log.warning("second signal: exit at once")
+            os._exit(1)
+        log.info("%s: finishing what runs (again to exit at once)", name)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, caught, number.name)
+    return stop
+
+
+async def _listen(services: Services) -> web.AppRunner:
+    settings = services.settings
+    try:
+        runner = await start_site(build_app(services), settings)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise StartError(f"cannot listen on {where}: {error.strerror or error}") from None
+    for address in runner.addresses:
+        shown = address if isinstance(address, str) else f"http://{address[0]}:{address[1]}"
+        log.info("listening on %s, loading the model", shown)
+    return runner
+
+
+async def _unless(stop: asyncio.Event, work: asyncio.Future[Any]) -> Any:
+    """The result of `work`, or None when `stop` comes first."""
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({stopped, work}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return work.result() if work.done() else None
+
+
+# --- loading
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    engine: Engine
+    scheduler: Scheduler
+
+
+async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
+    settings, loop = services.settings, asyncio.get_running_loop()
+    path = await asyncio.to_thread(_find, settings)
+    model = await loop.run_in_executor(pool, _load_model, settings, path)
+    from mlxcel.engine.batch import Engine
+    from mlxcel.engine.memory import bytes_left
+    from mlxcel.engine.scheduler import Scheduler
+    from mlxcel.engine.telemetry import Latencies, declare
+
+    bounds = choose_bounds(settings, model)
+    per_token = bounds.bytes_per_token
+    services.store.limits = choose_limits(settings, model.config, per_token, bytes_left(), bounds.n_ctx)
+    engine = Engine(model)
+    latencies = Latencies(services.metrics)
+    scheduler = Scheduler(engine, pool, services.store, model.tokenizer, bounds, on_finished=latencies.observe)
+    declare(services.metrics, scheduler, services.store)
+    services.loaded = Live(model, scheduler, _template(settings, model))
+    _announce(services, model, bounds)
+    return Parts(engine, scheduler)
+
+
+def _find(settings: Settings) -> Path:
+    from mlxcel.sources import find_model
+
+    return find_model(
+        path=settings.model,
+        hf_repo=settings.hf_repo,
+        demo=settings.demo,
+        offline=settings.offline,
+        hf_token=settings.hf_token,
+    )
+
+
+def _load_model(settings: Settings, path: Path) -> LoadedModel:
+    """On the MLX thread: the libraries take seconds to import, the weights longer."""
+    from mlxcel.engine import cpu
+    from mlxcel.engine.model import load_model
+
+    blas = cpu.prepare()
+    log.info("%s", blas)
+    if blas.warning:
+        log.warning("%s", blas.warning)
+    name = sorted(settings.alias)[0] if settings.alias else path.stem if path.is_file() else path.resolve().name
+    return load_model(path, dtype=settings.dtype, model_id=name)
+
+
+def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
+    """Slots and context as llama-server shares them: the context is the total, split evenly unless unified."""
+    from mlxcel.engine.cpu import is_cpu
+    from mlxcel.engine.scheduler import Bounds
+
+    automatic = settings.parallel < 1
+    slots = AUTOMATIC_SLOTS if automatic else settings.parallel
+    unified = automatic if settings.kv_unified is None else settings.kv_unified
+    total = settings.ctx_size
+    n_ctx = model.n_ctx_train if not total else total if unified else total // slots
+    if n_ctx < 2:
+        raise ConfigError(f"--ctx-size {total} leaves {n_ctx} tokens for each of {slots} slots (--parallel)")
+    if n_ctx > model.n_ctx_train:
+        log.warning("the context of %d tokens is more than the %d the model was trained for", n_ctx, model.n_ctx_train)
+    return Bounds(
+        num_slots=slots,
+        n_ctx=n_ctx,
+        max_queue=settings.max_queue,
+        chunk=settings.ubatch_size or (256 if is_cpu() else 2048),
+        latency=settings.prefill_latency_ms / 1000,
+        bytes_per_token=model.layout.bytes_per_token if model.layout else 0,
+    )
+
+
+def _template(settings: Settings, model: LoadedModel) -> ChatTemplate | None:
+    source = settings.chat_template or model.tokenizer.chat_template
+    return ChatTemplate(source, model.tokenizer.special_tokens) if source else None
+
+
+def _announce(services: Services, model: LoadedModel, bounds: Bounds) -> None:
+    log.info(
+        "model %s: %.0fM parameters, %.0f MB as %s, %s state, context %d tokens in %d slots",
+        model.id,
+        model.num_params / 1e6,
+        model.nbytes / 1e6,
+        model.dtype,
+        model.kind,
+        bounds.n_ctx,
+        bounds.num_slots,
+    )
+    limits = services.store.limits
+    if not services.store.enabled:
+        log.info("prompt cache: off")
+    elif not bounds.bytes_per_token:
+        log.info("prompt cache: this model's state cannot be stored, every request is cold")
+    else:
+        held = limits.capacity_bytes // bounds.bytes_per_token
+        log.info("prompt cache: %.0f MiB, room for %d tokens", limits.capacity_bytes / (1 << 20), held)
+    log.info("ready")
+
+
+# --- serving and stopping
+
+
+async def _run(
+    services: Services, runner: web.AppRunner, parts: Parts, stop: asyncio.Event, pool: ThreadPoolExecutor
+) -> int:
+    running = asyncio.ensure_future(parts.scheduler.run())
+    await asyncio.wait({running, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    services.draining = True
+    for site in list(runner.sites):
+        await site.stop()
+    if not running.done():
+        await parts.scheduler.drain(services.settings.shutdown_timeout)
+    await asyncio.wait({running})
+    await runner.cleanup()
+    await asyncio.get_running_loop().run_in_executor(pool, parts.engine.close)
+    if (failure := running.exception()) is not None:
+        log.critical("the engine failed: %s", failure)
+        return 1
+    log.info("stopped")
+    return 0
