@@ -8,6 +8,7 @@ leaves here has its row's type and range; anything else is a ConfigError that na
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -16,21 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from mlxcel.errors import ConfigError
-from mlxcel.settings_table import TABLE, UNSUPPORTED, Setting
+from mlxcel.settings_table import TABLE, Setting
 
 TRUE = ("on", "enabled", "true", "1", "yes")
 FALSE = ("off", "disabled", "false", "0", "no")
+AUTO = ("auto", "-1")
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 _BY_FLAG: dict[str, tuple[Setting, bool]] = {
     flag: (row, positive)
     for row in TABLE
-    for flags, positive in ((row.flags, True), (row.no_flags, False))
+    for flags, positive in ((row.flags, True), (row.negative, False))
     for flag in flags
 }
 
 
 class Settings:
-    """One attribute a row. `origin(name)` says where a value came from, `explicit(name)` whether anybody set it."""
+    """One attribute a row. `origin(name)` says where a value came from, `explicit(name)` whether anybody set it.
+
+    `notes` are what an operator should know about how the values came to be.
+    """
 
     def __init__(self, values: Mapping[str, Any], origins: Mapping[str, str], notes: Sequence[str] = ()) -> None:
         self._values = dict(values)
@@ -51,16 +57,16 @@ class Settings:
 
     def non_defaults(self) -> list[str]:
         """`name=value (origin)` of everything somebody set that has an effect; secrets are not shown."""
-        rows = [row for row in TABLE if row.effect and row.name in self._origins]
-        return [f"{r.name}={self._shown(r)} ({self._origins[r.name]})" for r in rows]
+        rows = [row for row in TABLE if row.effect == "works" and row.name in self._origins]
+        return [f"{row.name}={self._shown(row)} ({self._origins[row.name]})" for row in rows]
 
     def _shown(self, row: Setting) -> str:
         value = self._values[row.name]
-        return "[redacted]" if row.secret else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return "[redacted]" if row.is_secret else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     def without_effect(self) -> list[str]:
         """Flags and variables that were set and do nothing here."""
-        rows = [row for row in TABLE if not row.effect and row.name in self._origins]
+        rows = [row for row in TABLE if row.effect == "accepted" and row.name in self._origins]
         origins = [(row, self._origins[row.name]) for row in rows]
         return [row.flags[-1] if at == "command line" else at.removeprefix("environment ") for row, at in origins]
 
@@ -73,9 +79,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     for row in TABLE:
         _from_environment(row, environ, values, origins)
     _from_command_line(list(argv), values, origins, notes)
+    _follow_cache_reuse(values, origins)
     _read_files(values)
     values["api_prefix"] = _prefix(values["api_prefix"])
     return Settings(values, origins, notes)
+
+
+def _follow_cache_reuse(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """llama-server's alias decides only where our own flag and variable are silent.
+
+    On its command line 0 is the default of an option about something else, so there it switches nothing off.
+    """
+    if "prompt_cache_enabled" in origins or "cache_reuse" not in origins:
+        return
+    if values["cache_reuse"] or origins["cache_reuse"] != "command line":
+        values["prompt_cache_enabled"] = values["cache_reuse"] > 0
+        origins["prompt_cache_enabled"] = origins["cache_reuse"]
 
 
 # --- the environment
@@ -85,21 +104,27 @@ def _from_environment(
     row: Setting, environ: Mapping[str, str], values: dict[str, Any], origins: dict[str, str]
 ) -> None:
     for name in row.env:
-        if row.kind == "pair" and name.startswith("LLAMA_ARG_"):
-            negative = name.replace("LLAMA_ARG_", "LLAMA_ARG_NO_", 1)
-            if negative in environ:
-                values[row.name], origins[row.name] = False, f"environment {negative}"
-                return
+        negative = name.replace("LLAMA_ARG_", "LLAMA_ARG_NO_", 1)
+        if row.kind == "pair" and name != negative and negative in environ:
+            values[row.name], origins[row.name] = False, f"environment {negative}"
+            return
         if name not in environ:
             continue
         text = environ[name]
-        if row.kind == "switch" and text.strip().lower() not in TRUE:
-            return  # as llama-server: a switch's variable can only switch it on
-        if text == "" and row.kind in ("str", "list", "json"):
+        if (row.kind == "switch" and text.strip().lower() not in TRUE) or (row.kind == "exact" and text != "1"):
+            return  # such a variable can only switch on
+        if text == "" and row.kind in ("str", "list", "json", "texts"):
             return
-        values[row.name] = _value(row, text, name)
-        origins[row.name] = f"environment {name}"
+        _allow(row, name)
+        values[row.name], origins[row.name] = _value(row, text, name), f"environment {name}"
         return
+
+
+def _allow(row: Setting, source: str) -> None:
+    if row.effect == "refused":
+        raise ConfigError(f"{source} is not supported ({row.help})")
+    if row.effect == "removed":
+        raise ConfigError(f"{source}: the argument has been removed, use {row.help}")
 
 
 # --- the command line
@@ -112,17 +137,8 @@ def _from_command_line(argv: list[str], values: dict[str, Any], origins: dict[st
         flag, equals, attached = word.partition("=") if word.startswith("--") else (word, "", "")
         flag = flag.replace("_", "-") if flag.startswith("--") else flag
         row, positive = _row(flag, word)
-        if row.kind == "switch" or (row.kind == "pair" and not positive):
-            if equals:
-                raise ConfigError(f"{flag} takes no value")
-            value: Any = positive
-        elif row.kind in ("pair", "cache-reuse"):
-            value = _value(row, attached, flag) if equals else positive
-        else:
-            if not equals and not argv:
-                raise ConfigError(f"{flag} needs a value: {row.metavar or row.kind}")
-            value = _value(row, attached if equals else argv.pop(0), flag)
-        if row.name == "api_key" or (row.kind == "bias" and row.name in seen):
+        value = _flag_value(row, positive, flag, attached if equals else None, argv)
+        if row.is_additive and (row.name in seen or row.is_secret):
             value = (*values[row.name], *value)
         elif origins.get(row.name, "").startswith("environment"):
             notes.append(f"{flag} overrides {origins[row.name].removeprefix('environment ')}")
@@ -133,12 +149,27 @@ def _from_command_line(argv: list[str], values: dict[str, Any], origins: dict[st
 
 
 def _row(flag: str, word: str) -> tuple[Setting, bool]:
-    if flag in UNSUPPORTED:
-        raise ConfigError(f"{flag} is not supported: {UNSUPPORTED[flag]}")
     if flag not in _BY_FLAG:
-        hint = "; see --help" if word.startswith("-") else " (a value without its flag?); see --help"
-        raise ConfigError(f"invalid argument: {word}{hint}")
-    return _BY_FLAG[flag]
+        hint = "" if word.startswith("-") else " (a value without its flag?)"
+        raise ConfigError(f"invalid argument: {word}{hint}; see --help")
+    row, positive = _BY_FLAG[flag]
+    _allow(row, flag)
+    return row, positive
+
+
+def _flag_value(row: Setting, positive: bool, flag: str, attached: str | None, argv: list[str]) -> Any:
+    """The value of a flag: attached with =, or the next word for those that take one."""
+    if not row.takes_value:
+        if attached is None:
+            return positive
+        if row.kind != "bool" or not positive:
+            raise ConfigError(f"{flag} takes no value")
+        return _value(row, attached, flag)
+    if attached is None:
+        if not argv:
+            raise ConfigError(f"{flag} needs a value: {row.metavar}")
+        attached = argv.pop(0)
+    return _value(row, attached, flag)
 
 
 # --- values
@@ -147,18 +178,22 @@ def _row(flag: str, word: str) -> tuple[Setting, bool]:
 def _value(row: Setting, text: str, source: str) -> Any:
     """`text` as the row's type. Raises ConfigError naming `source`."""
     match row.kind:
-        case "int" | "float":
-            return _number(row, text, source)
-        case "switch" | "pair":
+        case "int" | "float" | "bytes":
+            return _in_range(row, _number(row.kind, text, source), text, source)
+        case "switch" | "pair" | "bool" | "exact":
             return _boolean(text, source)
-        case "cache-reuse":
-            return int(text) > 0 if re.fullmatch(r"\s*\d+\s*", text) else _boolean(text, source)
+        case "reuse":
+            word = text.strip().lower()
+            number = int(word in TRUE) if word in TRUE + FALSE else _number("int", text, source)
+            return _in_range(row, number, text, source)
         case "choice":
-            if text.strip().lower() not in row.choices:
-                raise ConfigError(f"{source}: {text!r} is not one of {', '.join(row.choices)}")
-            return text.strip().lower()
+            return _choice(text, row.choices, source)
+        case "tristate":
+            return _tristate(text, source)
         case "list":
-            return tuple(part for part in text.split(",") if part)
+            return tuple(part for part in next(csv.reader([text]), []) if part)
+        case "texts":
+            return (text,)
         case "json":
             return _object(text, source)
         case "bias":
@@ -166,14 +201,22 @@ def _value(row: Setting, text: str, source: str) -> Any:
     return text
 
 
-def _number(row: Setting, text: str, source: str) -> int | float:
+def _number(kind: str, text: str, source: str) -> int | float:
+    if kind == "bytes":
+        found = re.fullmatch(r"\s*(\d+)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+        if found is None:
+            raise ConfigError(f"{source}: {text!r} is not a number of bytes, such as 2147483648 or 2GiB")
+        return int(found[1]) * UNITS[found[2]]
     try:
-        number: int | float = int(text) if row.kind == "int" else float(text)
+        number: int | float = int(text) if kind == "int" else float(text)
     except ValueError:
-        kind = "a whole number" if row.kind == "int" else "a number"
-        raise ConfigError(f"{source}: {text!r} is not {kind}") from None
+        raise ConfigError(f"{source}: {text!r} is not a {'whole ' if kind == 'int' else ''}number") from None
     if not math.isfinite(number):
         raise ConfigError(f"{source}: {text!r} is not a finite number")
+    return number
+
+
+def _in_range(row: Setting, number: int | float, text: str, source: str) -> int | float:
     if row.low is not None and number < row.low:
         raise ConfigError(f"{source}: {text} is less than {row.low:g}")
     if row.high is not None and number > row.high:
@@ -190,6 +233,21 @@ def _boolean(text: str, source: str) -> bool:
     raise ConfigError(f"{source}: invalid boolean value {text!r}: use true or false")
 
 
+def _tristate(text: str, source: str) -> str:
+    word = text.strip().lower()
+    for value, words in (("on", TRUE), ("off", FALSE), ("auto", AUTO)):
+        if word in words:
+            return value
+    raise ConfigError(f"{source}: {text!r} is not one of on, off, auto")
+
+
+def _choice(text: str, choices: tuple[str, ...], source: str) -> str:
+    word = text.strip().lower()
+    if word not in choices:
+        raise ConfigError(f"{source}: {text!r} is not one of {', '.join(choices)}")
+    return word
+
+
 def _object(text: str, source: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -201,7 +259,7 @@ def _object(text: str, source: str) -> dict[str, Any]:
 
 
 def _bias(text: str, source: str) -> tuple[int, float]:
-    found = re.fullmatch(r"\s*(\d+)([+-]\d+(?:\.\d*)?)\s*", text)
+    found = re.fullmatch(r"\s*(\d+)([+-](?:\d+(?:\.\d*)?|inf))\s*", text)
     if found is None:
         raise ConfigError(f"{source}: {text!r} is not TOKEN_ID(+/-)BIAS, such as 15043+1")
     return int(found[1]), float(found[2])

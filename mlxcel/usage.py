@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterable
 
 from mlxcel import __version__
-from mlxcel.settings_table import ACCEPTED, UNSUPPORTED, WORKING, Setting
+from mlxcel.settings_table import GROUPS, TABLE, Setting
 
 INTRO = """\
 usage: mlxcel-server -m PATH [options]
 
-A language-model server for MLX with a prompt-prefix KV cache. Every option also has the
-environment variable named beside it; the command line wins.
+A language-model server for MLX with a prompt-prefix KV cache. An option with a
+variable beside it can be set there too; the command line wins.
 
-  mlxcel-server --demo                      fetch a small model and serve it
-  mlxcel-server -m model.gguf --metrics     serve a GGUF file or a model directory
-  curl localhost:8080/v1/cache/stats        see what the prompt cache does
+  mlxcel-server --demo                    fetch a small model and serve it
+  mlxcel-server -m model.gguf --metrics   serve a GGUF file or a model directory
+  curl localhost:8080/v1/cache/stats      see what the prompt cache does
 """
 
 
@@ -26,10 +25,12 @@ def help_text(width: int | None = None) -> str:
     """All options by group, wrapped to `width` columns (default: the terminal's, at most 100)."""
     columns = width or min(shutil.get_terminal_size().columns, 100)
     parts = [INTRO]
-    for group, rows in groupby(WORKING, key=lambda row: row.group):
-        parts.append(f"{group}:\n" + "\n".join(_option(row, columns) for row in rows) + "\n")
-    parts.append("Other:\n  -h, --help\n      print this and exit\n  --version\n      print the version and exit\n")
-    parts.append(_lists(columns))
+    for group, rows in GROUPS.items():
+        working = [row for row in rows if row.effect == "works"]
+        if working:
+            parts.append(f"{group}:\n" + "\n".join(_option(row, columns) for row in working) + "\n")
+    parts.append(_listing("Accepted for llama-server's sake, without effect here", "accepted", columns))
+    parts.append(_listing("Refused, because ignoring them would change the answers", "refused", columns))
     return "\n".join(parts)
 
 
@@ -39,36 +40,27 @@ def version_text() -> str:
 
 def spelled(row: Setting) -> str:
     """Its flags as a person types them."""
-    value = " " + (row.metavar or default_metavar(row)) if row.kind not in ("switch", "pair", "cache-reuse") else ""
-    return ", ".join((*row.flags, *row.no_flags)) + value
-
-
-def default_metavar(row: Setting) -> str:
-    return {"int": "N", "float": "X", "choice": "|".join(row.choices)}.get(row.kind, "VALUE")
+    return ", ".join((*row.flags, *row.negative)) + (f" {row.metavar}" if row.takes_value else "")
 
 
 def shown_default(row: Setting) -> str:
-    """The default as a person reads it; empty when the help says it or there is none."""
-    if row.default in (None, (), "", {}) or row.kind == "switch":
+    """The default as a person reads it; empty when there is none worth saying."""
+    if row.default_text:
+        return row.default_text
+    if row.kind in ("switch", "action", "exact") or row.default in (None, (), "", {}):
         return ""
     return {True: "on", False: "off"}[row.default] if isinstance(row.default, bool) else str(row.default)
 
 
 def _option(row: Setting, columns: int) -> str:
-    notes = [f"default {d}"] if (d := shown_default(row)) else []
-    notes += [f"env {' or '.join(row.env)}"] if row.env else []
+    notes = [f"default: {d}"] if (d := shown_default(row)) else []
+    notes += [" or ".join(row.env)] if row.env and row.flags else []
     text = row.help + (f" [{'; '.join(notes)}]" if notes else "")
-    body = textwrap.wrap(text, columns, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
-    return f"  {spelled(row)}\n" + "\n".join(body)
+    body = textwrap.wrap(text, columns - 6, break_on_hyphens=False, break_long_words=False)
+    return "\n".join([f"  {spelled(row) if row.flags else row.env[0]}", *(f"      {line}" for line in body)])
 
 
-def _lists(columns: int) -> str:
-    def wrapped(title: str, flags: Iterator[str]) -> str:
-        body = textwrap.fill(
-            " ".join(flags), columns, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-        )
-        return f"{title}:\n{body}\n"
-
-    return wrapped("Accepted for llama-server's sake, without effect here", (r.flags[-1] for r in ACCEPTED)) + wrapped(
-        "\nllama-server options that are refused, because ignoring them would change the answers", iter(UNSUPPORTED)
-    )
+def _listing(title: str, effect: str, columns: int) -> str:
+    names: Iterable[str] = ((row.flags or row.env)[-1] for row in TABLE if row.effect == effect)
+    lines = textwrap.wrap(" ".join(names), columns - 2, break_on_hyphens=False)
+    return f"{title}:\n" + "".join(f"  {line}\n" for line in lines)

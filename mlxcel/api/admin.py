@@ -68,5 +68,5 @@ async def metrics(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     if not services.settings.metrics:
         raise NotSupported("This server does not support metrics endpoint. Start it with `--metrics`")
-    headers = {"Process-Start-Time-Unix": str(int(services.started_at))}
-    return web.Response(body=services.metrics().encode(), headers=headers | {"Content-Type": METRICS_TYPE})
+    headers = {"Content-Type": METRICS_TYPE, "Process-Start-Time-Unix": str(int(services.metrics.started_at))}
+    return web.Response(body=services.metrics.render().encode(), headers=headers)

@@ -51,6 +51,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
 def build_app(services: Services) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_render_errors, _admit])
     app[SERVICES] = services
+    refused = "Generating requests that were refused before they reached the queue."
+    services.metrics.counter("mlxcel_requests_refused_total", refused, lambda: services.num_refused)
     app.on_response_prepare.append(_add_headers)
     for method, paths, handler in ROUTES:
         for path in paths:

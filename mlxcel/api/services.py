@@ -5,14 +5,14 @@ One object per process, created before the sockets open and completed when the m
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from mlxcel.cache.store import Store
 from mlxcel.errors import Unavailable
+from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
 from mlxcel.settings import Settings
 
@@ -36,7 +36,7 @@ class Services:
 
     settings: Settings
     store: Store
-    started_at: float = field(default_factory=time.time)
+    metrics: Metrics
     draining: bool = False
     num_refused: int = 0
     loaded: Live | None = None

@@ -52,10 +52,9 @@ class LoadedModel:
 
 def load_model(path: Path, *, dtype: Dtype, model_id: str, self_test: bool = True) -> LoadedModel:
     """Load and evaluate all weights. Raises ModelError with one line that names the path."""
-    from mlxcel.engine.gguf import is_gguf
     from mlxcel.engine.selftest import batches_rightly
 
-    net, config, backend, eos_ids, template = _load_gguf(path, dtype) if is_gguf(path) else _load_directory(path, dtype)
+    net, config, backend, eos_ids, template = _load_gguf(path, dtype) if path.is_file() else _load_directory(path, dtype)
     mx.eval(net)  # the private arrays too (RoPE tables): a lazy one would be bound to this thread
     text_config = {**config, **config.get("text_config", {})}
     weights = [array for _, array in tree_flatten(net.parameters())]

@@ -7,6 +7,7 @@ by hello and no end; anything else by x for ever. One token is one byte.
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from array import array
 from collections.abc import AsyncIterator
@@ -24,6 +25,8 @@ from mlxcel.cache.limits import Limits
 from mlxcel.cache.store import Store
 from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.scheduler import Bounds, Scheduler
+from mlxcel.engine.telemetry import Latencies, declare
+from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
 from tests.defaults import settings
 from tests.scripted import ScriptedEngine
@@ -119,7 +122,7 @@ class Served:
 
     async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else orjson.dumps(body)
-        async with self.session.post(path, data=data, **more) as response:
+        async with self.session.post(path, data=io.BytesIO(data), **more) as response:
             return response.status, await response.json()
 
     async def get(self, path: str, **more: Any) -> tuple[int, Any]:
@@ -159,8 +162,11 @@ async def serving(*, template: str | None = CHATML, limits: Limits | None = None
     """`bounds` are the scheduler's, `changes` the settings'. At the end nothing may be left in flight."""
     engine = ScriptedEngine(script, filler=encode("x")[0])
     pool = ThreadPoolExecutor(1)
-    services = Services(settings(**changes), Store(limits or Limits()))
-    scheduler = Scheduler(engine, pool, services.store, TOKENIZER, Bounds(**BOUNDS | (bounds or {})))
+    services = Services(settings(**{"metrics": True} | changes), Store(limits or Limits()), Metrics())
+    latencies = Latencies(services.metrics)
+    wanted = Bounds(**BOUNDS | (bounds or {}))
+    scheduler = Scheduler(engine, pool, services.store, TOKENIZER, wanted, on_finished=latencies.observe)
+    declare(services.metrics, scheduler, services.store)
     if loaded:
         services.loaded = Live(MODEL, scheduler, ChatTemplate(template, {}) if template else None)
     loop = asyncio.create_task(scheduler.run())
