@@ -54,7 +54,8 @@ def load_model(path: Path, *, dtype: Dtype, model_id: str, self_test: bool = Tru
     """Load and evaluate all weights. Raises ModelError with one line that names the path."""
     from mlxcel.engine.selftest import batches_rightly
 
-    net, config, backend, eos_ids, template = _load_gguf(path, dtype) if path.is_file() else _load_directory(path, dtype)
+    load = _load_gguf if path.is_file() else _load_directory
+    net, config, backend, eos_ids, template = load(path, dtype)
     mx.eval(net)  # the private arrays too (RoPE tables): a lazy one would be bound to this thread
     text_config = {**config, **config.get("text_config", {})}
     weights = [array for _, array in tree_flatten(net.parameters())]

@@ -1,0 +1,101 @@
+"""Writes mlxcel-server.1 from the settings table: `python man/generate.py`. A test checks that it is up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlxcel import __version__
+from mlxcel.settings_table import GROUPS, TABLE, Setting
+from mlxcel.usage import shown_default
+
+PAGE = Path(__file__).parent / "mlxcel-server.1"
+
+HEAD = r""".SH NAME
+mlxcel\-server \- language\-model server for MLX with a prompt\-prefix KV cache
+.SH SYNOPSIS
+.B mlxcel\-server
+.RB { \-m
+.IR PATH " | "
+.B \-hf
+.IR OWNER/NAME " | "
+.BR \-\-demo }
+.RI [ options ]
+.SH DESCRIPTION
+.B mlxcel\-server
+loads a language model (a directory of MLX or Hugging Face files, or a GGUF file) and answers the OpenAI chat and
+completion routes and llama\-server's native ones. Requests are decoded together in one batch. The KV of prompts and
+answers is stored, and a later request that begins with the same tokens adopts it instead of computing it again; an
+answer never depends on whether it did.
+.PP
+Environment files written for llama\-server start it unchanged. The command line wins over the environment; of the
+variables of one option the first that is set wins.
+"""
+
+TAIL = r""".SH FILES
+.TP
+.I ~/.cache/mlxcel/models/
+The demo model.
+.B MLXCEL_CACHE_DIR
+moves it.
+.SH EXIT STATUS
+.TP
+.B 0
+A clean stop.
+.TP
+.B 1
+It could not serve: no such model, an address in use, the engine failed, or a second signal.
+.TP
+.B 2
+A bad flag or variable, which the message names.
+.SH SIGNALS
+.B SIGTERM
+and
+.B SIGINT
+stop accepting, finish what runs for up to
+.B \-\-shutdown\-timeout
+seconds, and exit. A second one exits at once.
+.SH EXAMPLES
+.nf
+mlxcel\-server \-\-demo
+mlxcel\-server \-m model.gguf \-\-metrics \-\-port 8080
+LLAMA_ARG_MODEL=model.gguf LLAMA_ARG_CACHE_REUSE=256 mlxcel\-server
+curl localhost:8080/v1/cache/explain \-d @request.json
+.fi
+.SH SEE ALSO
+README.md and docs/prompt\-cache.md of the project.
+"""
+
+
+def page() -> str:
+    parts = [f'.TH MLXCEL\\-SERVER 1 "" "mlxcel {__version__}" "User Commands"\n', HEAD, ".SH OPTIONS\n"]
+    for group, rows in GROUPS.items():
+        working = [row for row in rows if row.effect == "works" and row.flags]
+        if working:
+            parts.append(f".SS {group}\n" + "".join(map(_option, working)))
+    parts.append(".SH ENVIRONMENT\nEach option names its variables. These have no option:\n")
+    parts += [f".TP\n.B {row.env[0]}\n{_text(row.help)}\n" for row in TABLE if row.effect == "works" and not row.flags]
+    parts.append(".PP\nAccepted for llama\\-server's sake, without effect here:\n" + _listing("accepted"))
+    parts.append(".PP\nRefused, because ignoring them would change the answers:\n" + _listing("refused"))
+    return "".join(parts) + TAIL
+
+
+def _option(row: Setting) -> str:
+    flags = ", ".join(f"\\fB{_text(flag)}\\fR" for flag in (*row.flags, *row.negative))
+    value = f" \\fI{_text(row.metavar)}\\fR" if row.takes_value else ""
+    default = f" Default: {_text(d)}." if (d := shown_default(row)) else ""
+    env = f" Variable: {_text(' or '.join(row.env))}." if row.env else ""
+    return f".TP\n{flags}{value}\n{_text(row.help)}.{default}{env}\n"
+
+
+def _listing(effect: str) -> str:
+    return _text(", ".join((row.flags or row.env)[-1] for row in TABLE if row.effect == effect)) + ".\n"
+
+
+def _text(text: str) -> str:
+    """Plain text as roff: backslashes and dashes escaped, no line that begins like a request."""
+    text = text.replace("\\", "\\e").replace("-", "\\-")
+    return "\\&" + text if text.startswith((".", "'")) else text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
