@@ -7,6 +7,7 @@ here as JSON of one form; a stack trace goes to the log and never to a client. I
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 import time
@@ -57,6 +58,8 @@ def build_app(services: Services) -> web.Application:
     for method, paths, handler in ROUTES:
         for path in paths:
             app.router.add_route(method, services.settings.api_prefix + path, handler)
+            if method == "GET":
+                app.router.add_route("HEAD", services.settings.api_prefix + path, handler)
     return app
 
 
@@ -154,4 +157,15 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     path = request.path.removeprefix(settings.api_prefix)
     if settings.api_key and path not in PUBLIC_PATHS and not is_authorised(request.headers, settings.api_key):
         raise Unauthorized("Invalid API Key")
+    if request.body_exists and request.match_info.http_exception is None:
+        await _receive(request, settings.timeout)
     return await handler(request)
+
+
+async def _receive(request: web.Request, timeout: float) -> None:
+    """Read the body, which the request then keeps: a handler's own read() waits for nothing."""
+    try:
+        async with asyncio.timeout(timeout):
+            await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None

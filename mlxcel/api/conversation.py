@@ -43,7 +43,7 @@ def read_conversation(fields: Fields, settings: Settings) -> Conversation:
         messages=messages,
         tools=() if choice == "none" else _tools(fields.array("tools", [])),
         tool_choice=choice,
-        template_kwargs={**settings.chat_template_kwargs, **_template_kwargs(fields)},
+        template_kwargs=_template_kwargs(fields, settings),
         add_generation_prompt=add_generation_prompt is not False,
         continue_final=continue_final,
     )
@@ -60,13 +60,29 @@ def _check_continued(messages: tuple[dict[str, Any], ...]) -> None:
         raise invalid("messages", "two assistant messages at the end cannot be continued")
 
 
-def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    kwargs = fields.mapping("chat_template_kwargs", {})
+def _template_kwargs(fields: Fields, settings: Settings) -> dict[str, Any]:
+    """The effective variables: chat_template_kwargs of the request, else its effort, else the server's."""
+    kwargs = _server_kwargs(settings)
+    effort = fields.text("reasoning_effort", None)
+    if effort is not None:
+        kwargs |= {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    kwargs |= fields.mapping("chat_template_kwargs", {})
     for name in RESERVED_KWARGS & kwargs.keys():
         raise invalid("chat_template_kwargs", f"must not set {name}")
     if type(kwargs.get("enable_thinking", True)) is not bool:
         raise invalid("chat_template_kwargs", "enable_thinking must be a boolean")
     return kwargs
+
+
+def _server_kwargs(settings: Settings) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    if settings.reasoning != "auto":
+        kwargs["enable_thinking"] = settings.reasoning == "on"
+    if settings.reasoning_effort != "default":
+        kwargs["reasoning_effort"] = settings.reasoning_effort
+    if settings.reasoning_preserve is not None:
+        kwargs["preserve_reasoning"] = settings.reasoning_preserve
+    return kwargs | settings.chat_template_kwargs
 
 
 def _tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:

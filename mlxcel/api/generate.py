@@ -54,7 +54,7 @@ async def answer(request: web.Request, prepare: Callable[[Services, bytes], Aske
     try:
         asked = await off_loop(prepare, services, await request.read())
         sequences = _submit(scheduler, asked.generations)
-    except (ServerError, web.HTTPException):
+    except ServerError:
         services.num_refused += 1
         raise
     feed = Feed(sequences)

@@ -102,8 +102,7 @@ def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool) -> arra
     """Only text at the very beginning gets the special tokens that the model wants there."""
     tokens: array[int] = array("i")
     for i, part in enumerate(prompt):
-        is_text = isinstance(part, str)
-        tokens += tokenizer.encode(part, add_special=add_special and i == 0) if is_text else part
+        tokens += tokenizer.encode(part, add_special=add_special and i == 0) if isinstance(part, str) else part
     return tokens
 
 

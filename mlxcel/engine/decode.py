@@ -19,6 +19,8 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]
 
     def __init__(self, *, asking: Container[int], **fields: Any) -> None:
         self._asking = asking
+        self._next_tokens: Any = None
+        self._next_logprobs: list[Any] = []
         super().__init__(**fields)
 
     def _step(self) -> tuple[list[int], list[mx.array | None]]:

@@ -79,7 +79,7 @@ class Layout:
     def _block(self, views: list[tuple[mx.array, mx.array, int]], start: int, stop: int) -> Block:
         arrays = []
         for group in self.groups:
-            parts = [views[leaf][part][..., views[leaf][2] + start : views[leaf][2] + stop, :] for leaf, part in group]
+            parts = [_rows(views[leaf], part, start, stop) for leaf, part in group]
             # concatenate() of one array returns the array itself, which would pin the live cache.
             arrays.append(mx.contiguous(mx.concatenate(parts, axis=0)))
         return Block(tuple(arrays), stop - start, sum(array.nbytes for array in arrays))
@@ -101,6 +101,11 @@ class Layout:
 
 def _cut(segment: KVSegment, n: int) -> tuple[tuple[Block, int, int], ...]:
     return segment.pieces if n == len(segment) else segment.split(n)[0].pieces
+
+
+def _rows(view: tuple[mx.array, mx.array, int], part: int, start: int, stop: int) -> mx.array:
+    keys, values, first = view
+    return (keys, values)[part][..., first + start : first + stop, :]
 
 
 def _view(leaf: Any, row: int | None) -> tuple[mx.array, mx.array, int]:

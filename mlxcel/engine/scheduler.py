@@ -41,6 +41,7 @@ from mlxcel.text import TextStream
 log = logging.getLogger(__name__)
 
 DONATE_EVERY = 256  # prompt tokens; fewer only when somebody waits for them
+MIN_CHUNK = 32  # below it reading the weights dominates: on a slow CPU 16 tokens take 140 ms, 32 take 190
 MAX_FAILED_STEPS = 8  # without a token in between: the engine is broken, let the service manager start a new one
 
 
@@ -320,7 +321,7 @@ class Scheduler:
             left = sequence.num_prompt - 1 - sequence.num_prefilled
             size = min(left, budget)
             chosen.append(self._prefill(sequence, size))
-            budget -= max(size, 16)  # a short one is not free either: the weights are read once for each
+            budget -= max(size, MIN_CHUNK)  # a short one is not free either: the weights are read once for each
             self._prefilling.rotate(-1)
             if budget <= 0:
                 break
@@ -330,7 +331,7 @@ class Scheduler:
         if not self._running or not self._seconds_per_token:
             return self.bounds.chunk if not self._running else min(self.bounds.chunk, 64)
         fits = int(self.bounds.latency / self._seconds_per_token) // 16 * 16
-        return max(16, min(fits, self.bounds.chunk))
+        return max(min(MIN_CHUNK, self.bounds.chunk), min(fits, self.bounds.chunk))
 
     def _prefill(self, sequence: Sequence, size: int) -> Prefill:
         begin, end = sequence.num_prefilled, sequence.num_prefilled + size

@@ -460,6 +460,22 @@ def test_template_kwargs_cannot_replace_what_the_server_renders(kwargs):
     assert refusal("chat", chat_template_kwargs=kwargs).param == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize(
+    ("server", "members", "kwargs"),
+    [
+        ({}, {}, {}),
+        ({"reasoning": "off"}, {}, {"enable_thinking": False}),
+        ({"reasoning": "off"}, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+        ({"reasoning_effort": "low"}, {}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning": "on"}, {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_preserve": True}, {}, {"preserve_reasoning": True}),
+    ],
+)
+def test_reasoning_is_steered_by_template_kwargs(server, members, kwargs):
+    assert parse("chat", settings(**server), **members).conversation.template_kwargs == kwargs
+
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 

@@ -83,10 +83,8 @@ def test_the_chunks_concatenate_to_the_body(make, pieces, stop):
     orjson.dumps([chunks, body])
 
 
-@every_shape
+@pytest.mark.parametrize("make", [chat, completion])
 def test_all_chunks_of_a_reply_name_the_same_reply(make):
-    if make is native:
-        pytest.skip("the native dialect has no ids")
     chunks, _, body = play(make(), alone(said("a"), said("b"), END))
     same = {(c["id"], c["created"], c["model"], c["system_fingerprint"]) for c in [*chunks, body]}
     assert len(same) == 1

@@ -31,7 +31,7 @@ from mlxcel.prompt.template import ChatTemplate
 from tests.defaults import settings
 from tests.scripted import ScriptedEngine
 from tests.segments import BYTES_PER_TOKEN
-from tests.tiny import CHATML, EOS, VOCAB, byte_tokenizer
+from tests.tiny import CHATML, EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/completion")
@@ -156,35 +156,52 @@ class Served:
         return self.scheduler.num_active, self.scheduler.num_waiting
 
 
-@asynccontextmanager
-async def serving(*, template: str | None = CHATML, limits: Limits | None = None, bounds: dict[str, Any] | None = None,
-                  loaded: bool = True, **changes: Any) -> AsyncIterator[Served]:  # fmt: skip
-    """`bounds` are the scheduler's, `changes` the settings'. At the end nothing may be left in flight."""
+@dataclass
+class Wired:
+    services: Services
+    engine: ScriptedEngine
+    scheduler: Scheduler
+    pool: ThreadPoolExecutor
+
+
+def wire(
+    *,
+    template: str | None = CHATML,
+    limits: Limits | None = None,
+    bounds: dict[str, Any] | None = None,
+    loaded: bool = True,
+    **changes: Any,
+) -> Wired:
+    """All parts but the HTTP. `bounds` are the scheduler's, `changes` the settings'."""
     engine = ScriptedEngine(script, filler=encode("x")[0])
     pool = ThreadPoolExecutor(1)
-    services = Services(settings(**{"metrics": True} | changes), Store(limits or Limits()), Metrics())
+    services = Services(settings(**{"metrics": True, "port": 0} | changes), Store(limits or Limits()), Metrics())
     latencies = Latencies(services.metrics)
     wanted = Bounds(**BOUNDS | (bounds or {}))
     scheduler = Scheduler(engine, pool, services.store, TOKENIZER, wanted, on_finished=latencies.observe)
     declare(services.metrics, scheduler, services.store)
     if loaded:
         services.loaded = Live(MODEL, scheduler, ChatTemplate(template, {}) if template else None)
-    loop = asyncio.create_task(scheduler.run())
-    runner = await start_site(build_app(services), services.settings)
+    return Wired(services, engine, scheduler, pool)
+
+
+@asynccontextmanager
+async def serving(**choices: Any) -> AsyncIterator[Served]:
+    """A running server; `choices` are those of `wire`. At the end nothing may be left in flight."""
+    wired = wire(**choices)
+    loop = asyncio.create_task(wired.scheduler.run())
+    runner = await start_site(build_app(wired.services), wired.services.settings)
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-            yield Served(services, engine, scheduler, session, port)
-            engine.gate.set()
-            served = Served(services, engine, scheduler, session, port)
+            served = Served(wired.services, wired.engine, wired.scheduler, session, port)
+            yield served
+            wired.engine.gate.set()
             await served.idle()
-        await scheduler.drain(10)
+        await wired.scheduler.drain(10)
         await loop
     finally:
-        engine.gate.set()
+        wired.engine.gate.set()
         loop.cancel()
         await runner.cleanup()
-        pool.shutdown()
-
-
-assert VOCAB > EOS
+        wired.pool.shutdown()
