@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -14,22 +15,21 @@ from mlxcel.settings import parse
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server. Returns 0 after a clean stop, 1 when it cannot serve, 2 for a bad flag or variable."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if "--help" in words or "-h" in words:
-        print(usage.help_text())
-        return 0
-    if "--version" in words:
-        print(usage.version_text())
+    if asked := usage.asked_for(words):
+        print(asked)
         return 0
     try:
         settings = parse(words, os.environ)
         logs.set_up(settings)
+        for note in settings.notes:
+            logging.getLogger(__name__).warning("%s", note)
         # transformers announces at import that PyTorch is missing; nothing here needs it
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from mlxcel.server import serve
 
         return serve(settings)
     except (ConfigError, StartError) as error:
-        print(f"mlxcel-server: error: {error}", file=sys.stderr)
+        print(f"mlxcel-server: error: {logs.one_line(str(error))}", file=sys.stderr)
         return error.exit_code
 
 

@@ -7,6 +7,7 @@ HELP and TYPE once per family, families in the order of declaration, samples in 
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
@@ -106,4 +107,7 @@ def _escaped(text: str, *, quotes: bool = False) -> str:
 
 
 def _number(value: Value) -> str:
-    return str(value) if isinstance(value, int) else repr(float(value))
+    """Go's spelling of what is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    return str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mlxcel import __version__
 from mlxcel.settings_table import GROUPS, TABLE, Setting
@@ -36,6 +36,15 @@ def help_text(width: int | None = None) -> str:
 
 def version_text() -> str:
     return f"mlxcel-server {__version__}"
+
+
+def asked_for(words: Sequence[str]) -> str:
+    """The text that the command line asks for instead of a server, or nothing. Bad settings do not stand in its way."""
+    flags = {flag: row.name for row in TABLE if row.kind == "action" for flag in row.flags}
+    asked = [flags[word] for word in words if word in flags]
+    if not asked:
+        return ""
+    return version_text() if asked[0] == "version" else help_text()
 
 
 def spelled(row: Setting) -> str:

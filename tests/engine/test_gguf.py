@@ -24,14 +24,6 @@ ARCHS = ["llama", "qwen2", "qwen3", "gemma3"]
 PROMPT = mx.array([[5, 9, 2, 77, 41, 8, 300, 11, 12, 13, 14, 200]])  # longer than Gemma's window of 8
 
 
-@pytest.fixture(autouse=True, scope="module")
-def uncompiled():
-    """On a CPU, MLX compiles fused kernels with g++, seconds each."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_equal_those_of_the_same_weights_in_safetensors(tmp_path, arch, tied):

@@ -193,7 +193,8 @@ async def serving(**choices: Any) -> AsyncIterator[Served]:
     runner = await start_site(build_app(wired.services), wired.services.settings)
     port = runner.addresses[0][1]
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        timeout = aiohttp.ClientTimeout(total=30)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as session:
             served = Served(wired.services, wired.engine, wired.scheduler, session, port)
             yield served
             wired.engine.gate.set()

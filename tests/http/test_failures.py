@@ -260,14 +260,15 @@ async def test_choices_that_do_not_all_fit_leave_none_behind():
 
 async def test_a_huge_prompt_does_not_keep_others_from_being_answered():
     async with serving(bounds={"n_ctx": 1000}) as server:
-        big = asyncio.create_task(server.post("/completion", asking("/completion", "word " * 100_000)))
-        loop, slowest = asyncio.get_running_loop(), 0.0
+        big = asyncio.create_task(server.post("/completion", asking("/completion", "word " * 200_000)))
+        loop = asyncio.get_running_loop()
+        began, gaps = loop.time(), []
         while not big.done():
-            began = loop.time()
+            asked = loop.time()
             assert (await server.get("/health"))[0] == 200
-            slowest = max(slowest, loop.time() - began)
+            gaps.append(loop.time() - asked)
         assert (await big)[0] == 400
-        assert slowest < 1, "seconds of the loop's own work would show as seconds"
+        assert max(gaps) < (loop.time() - began) / 2, "on the loop, one gap would be nearly all of the time"
 
 
 # --- shutting down
