@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse(words, os.environ)
         logs.set_up(settings)
         for note in settings.notes:
-            logging.getLogger(__name__).warning("%s", note)
+            logging.getLogger("mlxcel.settings").warning("%s", note)
         # transformers announces at import that PyTorch is missing; nothing here needs it
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from mlxcel.server import serve

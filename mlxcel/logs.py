@@ -105,7 +105,7 @@ def _handler(settings: Settings, environ: Mapping[str, str]) -> logging.Handler:
     automatic = sys.stderr.isatty() and "NO_COLOR" not in environ
     formatter = LineFormatter(
         timestamps=not is_journal if settings.log_timestamps is None else settings.log_timestamps,
-        colors=settings.log_colors == "on" or (settings.log_colors == "auto" and automatic),
+        colors=not is_journal and (settings.log_colors == "on" or (settings.log_colors == "auto" and automatic)),
         prefix=settings.log_prefix,
         priorities=is_journal,
     )

@@ -163,7 +163,8 @@ def _load_model(settings: Settings, path: Path) -> LoadedModel:
     log.info("%s", blas)
     if blas.warning:
         log.warning("%s", blas.warning)
-    name = sorted(settings.alias)[0] if settings.alias else path.stem if path.is_file() else path.resolve().name
+    own = path.stem if path.is_file() else path.resolve().name
+    name = sorted(settings.alias)[0] if settings.alias else own.encode("utf-8", "replace").decode()  # answers are UTF-8
     return load_model(path, dtype=settings.dtype, model_id=name)
 
 
@@ -235,7 +236,7 @@ async def _run(
     await runner.cleanup()
     await asyncio.get_running_loop().run_in_executor(pool, parts.engine.close)
     if (failure := running.exception()) is not None:
-        log.critical("the engine failed: %s", failure)
+        log.critical("the engine failed: %s", failure, exc_info=failure)
         return 1
     log.info("stopped")
     return 0

@@ -138,6 +138,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _works("dtype", "choice", "--dtype", "MLXCEL_DTYPE", "auto",
                "type of the weights while computing; keep leaves a GGUF file's quantised blocks as they are, auto "
                "decides by the device", choices="auto float32 float16 bfloat16 keep"),
+        _works("cache_dir", "str", "", "MLXCEL_CACHE_DIR", None, "folder that the demo model is kept in", "DIR",
+               shown="~/.cache/mlxcel"),
         _accepted("hf_file", "str", "-hff --hf-file", "LLAMA_ARG_HF_FILE", None,
                   "a file of the repository instead of :QUANT", "FILE"),
         _accepted("tags", "list", "--tags", "LLAMA_ARG_TAGS", (), "tags shown in /v1/models", "TAG,..."),
@@ -182,7 +184,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _works("api_prefix", "str", "--api-prefix", "LLAMA_ARG_API_PREFIX", "",
                "path before all routes, without a slash at its end", "/PATH"),
         _works("timeout", "int", "-to --timeout", "LLAMA_ARG_TIMEOUT", 3600,
-               "seconds that a client may take to send its request or to take the reply", "SECONDS", low=1),
+               "seconds that a client may take to take the reply", "SECONDS", low=1),
         _works("sse_ping_interval", "int", "--sse-ping-interval", "LLAMA_ARG_SSE_PING_INTERVAL", 30,
                "seconds of silence in a stream before a comment line keeps the connection alive; -1 for never",
                "SECONDS", low=-1),
@@ -211,8 +213,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     ),
     "Access": (
         _works("api_key", "list", "--api-key", "LLAMA_API_KEY", (),
-               "keys of which every request must bring one (Authorization: Bearer KEY, or X-Api-Key), separated by "
-               "commas. Keys of the flag, of the variable and of --api-key-file all count", "KEY,...",
+               "keys of which every request must bring one (Authorization: Bearer KEY, or X-Api-Key: KEY), separated "
+               "by commas. Keys of the flag, of the variable and of --api-key-file all count", "KEY,...",
                shown="none: open to all", additive=True, secret=True),
         _works("api_key_file", "str", "--api-key-file", "LLAMA_ARG_API_KEY_FILE", None,
                "file of keys, one a line; empty lines and lines that begin with # do not count", "FILE"),
@@ -238,8 +240,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                "tokens of context in all: each slot gets an equal share, or with --kv-unified up to all of it; 0 is "
                "the model's own length", low=0),
         _works("parallel", "int", "-np --parallel", "LLAMA_ARG_N_PARALLEL", -1,
-               "slots: how many requests are generated at once; -1 is 4, with --kv-unified", low=-1, high=4096,
-               shown="-1: 4"),
+               "slots: how many requests are generated at once; -1 is 8, with --kv-unified", low=-1, high=4096,
+               shown="-1: 8"),
         _works("kv_unified", "pair", "-kvu --kv-unified / -no-kvu --no-kv-unified", "LLAMA_ARG_KV_UNIFIED", None,
                "let all slots share the context instead of dividing it", shown="on if --parallel is not given"),
         _works("ubatch_size", "int", "-ub --ubatch-size --prefill-chunk-size", "MLXCEL_PREFILL_CHUNK LLAMA_ARG_UBATCH",
@@ -250,8 +252,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                high=60000),
         _works("n_predict", "int", "-n --predict --n-predict", "LLAMA_ARG_N_PREDICT", -1,
                "tokens to generate when a request does not say; -1 is up to the end of the context", low=-2),
-        _works("warmup", "pair", "--warmup / --no-warmup", "", True,
-               "run the model once before the first request, so that this one does not pay for compiling"),
+        _accepted("warmup", "pair", "--warmup / --no-warmup", "", True,
+                  "run the model once before the first request, so that this one does not pay for compiling"),
         _accepted("self_test", "bool", "--self-test / --no-self-test", "MLXCEL_SELF_TEST", True,
                   "check at the start that caching and batching give the model's own results"),
         _accepted("kv_unified_per_slot", "int", "--kv-unified-per-slot", "LLAMA_ARG_KV_UNIFIED_PER_SLOT", None,
@@ -385,7 +387,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     ),
     "Chat": (
         _works("chat_template", "str", "--chat-template", "LLAMA_ARG_CHAT_TEMPLATE", None,
-               "Jinja text of the chat template; names of built-in templates are not known here", "TEMPLATE",
+               "Jinja text of the chat template; built-in templates are not known by name here", "TEMPLATE",
                shown="the model's"),
         _works("chat_template_file", "str", "--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", None,
                "file with the Jinja text of the chat template", "FILE"),
@@ -416,7 +418,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     ),
     "Logging": (
         _works("verbosity", "int", "-lv --verbosity --log-verbosity", "LLAMA_ARG_LOG_VERBOSITY", 3,
-               "0 and 1 log errors, 2 warnings too, 3 what happens, 4 details, 5 also the libraries' own", low=0),
+               "0 and 1 log errors, 2 warnings too, 3 what happens, 4 details, 5 also what the libraries say", low=0),
         _works("verbose", "switch", "-v --verbose --log-verbose", "", False, "the same as --verbosity 5"),
         _works("log_file", "str", "--log-file", "LLAMA_ARG_LOG_FILE", None,
                "append the log to this file too; it may be rotated away at any time", "FILE"),
@@ -431,8 +433,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                "time before each message", shown="on, but off under systemd, whose journal has its own"),
     ),
     "Diagnostics": (
-        _works("apc_trace", "exact", "", "MLXCEL_APC_TRACE", False,
-               "1 logs one line for each adoption, storing and rejection of the prompt cache"),
+        _accepted("apc_trace", "exact", "", "MLXCEL_APC_TRACE", False,
+                  "1 logs one line for each adoption, storing and rejection of the prompt cache"),
         _accepted("disable_boundary_snapshot", "exact", "", "MLXCEL_DISABLE_BOUNDARY_SNAPSHOT", False,
                   "1 takes no snapshots at the end of the history"),
         _accepted("disable_cache_warmup", "exact", "", "MLXCEL_DISABLE_CACHE_WARMUP", False,

@@ -41,7 +41,7 @@ def _tokenize(services: Services, body: bytes) -> dict[str, object]:
     tokens = tokenise(tokenizer, parse_prompt(content, "content"), add_special=fields.boolean("add_special", False))
     if not fields.boolean("with_pieces", False):
         return {"tokens": tokens.tolist()}
-    return {"tokens": [{"id": token, "piece": _piece(tokenizer.decode_special([token]).encode())} for token in tokens]}
+    return {"tokens": [{"id": token, "piece": _piece(tokenizer.piece(token))} for token in tokens]}
 
 
 def _piece(piece: bytes) -> str | list[int]:

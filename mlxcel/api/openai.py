@@ -35,4 +35,4 @@ def _completion(services: Services, body: bytes) -> Asked:
 
 def new_reply(services: Services, options: Options) -> Reply:
     model = services.live.model
-    return Reply(options, model.id, int(time.time()), lambda token: model.tokenizer.decode_special([token]).encode())
+    return Reply(options, model.id, int(time.time()), model.tokenizer.piece)

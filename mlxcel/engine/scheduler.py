@@ -406,6 +406,7 @@ class Scheduler:
         """One generated token: its text if any is certain, and whether it was the last."""
         if not sequence.tokens:
             sequence.first_token_at = now
+            sequence.publish(Progress(sequence.num_prompt, sequence.num_prompt, sequence.num_cached))
         sequence.tokens.append(token)
         if token in self._tokenizer.eos_ids and not sequence.generation.ignore_eos:
             self._finish(sequence, "eos", now)

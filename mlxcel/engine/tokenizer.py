@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 
@@ -39,3 +40,27 @@ class Tokenizer:
     def decode_special(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens written out."""
         return str(self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token as the vocabulary has them: a part of a character stays that part."""
+        text = self._backend.convert_ids_to_tokens(token)
+        if text is None or token in self._backend.added_tokens_decoder:
+            return (text or "").encode()
+        if self._is_byte_level():
+            return bytes(_byte_of()[c] for c in text)
+        if len(text) == 6 and text.startswith("<0x"):
+            return bytes([int(text[3:5], 16)])
+        return str(text).replace("\u2581", " ").encode()
+
+    def _is_byte_level(self) -> bool:
+        rust = getattr(self._backend, "backend_tokenizer", None)
+        return rust is not None and b'"ByteLevel"' in rust.decoder.__getstate__()
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """The byte of each character of a byte-level vocabulary (GPT-2's table): bytes that print stand for themselves,
+    the others for U+0100 and up, in order."""
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(256 + i): byte for i, byte in enumerate(others)}
