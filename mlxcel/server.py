@@ -135,7 +135,15 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
     services.store.limits = choose_limits(settings, model.config, per_token, bytes_left(), bounds.n_ctx)
     engine = Engine(model)
     latencies = Latencies(services.metrics)
-    scheduler = Scheduler(engine, pool, services.store, model.tokenizer, bounds, on_finished=latencies.observe)
+    scheduler = Scheduler(
+        engine,
+        pool,
+        services.store,
+        model.tokenizer,
+        bounds,
+        on_finished=latencies.observe,
+        trace=settings.apc_trace,
+    )
     declare(services.metrics, scheduler, services.store)
     services.loaded = Live(model, scheduler, _template(settings, model))
     _announce(services, model, bounds)

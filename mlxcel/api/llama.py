@@ -69,7 +69,8 @@ async def apply_template(request: web.Request) -> web.Response:
 
 
 def _apply_template(services: Services, body: bytes) -> dict[str, object]:
-    return {"prompt": render(chat_template(services), parse_conversation(body, services.settings))}
+    conversation = parse_conversation(body, services.settings)
+    return {"prompt": render(chat_template(services), conversation, keep_thinking=services.store.enabled)}
 
 
 async def props(request: web.Request) -> web.Response:

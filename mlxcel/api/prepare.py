@@ -47,7 +47,7 @@ def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
     """One generation for each choice. Raises InvalidRequest."""
     template = chat_template(services)
     tokenizer = services.live.model.tokenizer
-    text = render(template, request.conversation)
+    text = render(template, request.conversation, keep_thinking=services.store.enabled)
     tokens = tokenizer.encode(text, add_special=False)  # the template alone decides on BOS
     signature = _signature(template, request.conversation)
     context = _context(services, request.options, signature.hex, signature.parts)
@@ -68,8 +68,12 @@ def chat_template(services: Services) -> ChatTemplate:
     return services.live.template
 
 
-def render(template: ChatTemplate, conversation: Conversation) -> str:
+def render(template: ChatTemplate, conversation: Conversation, *, keep_thinking: bool) -> str:
     """The prompt's text. A continued message's text is put after the generation prompt, as llama-server does.
+
+    `keep_thinking` asks a template that can do it to keep the thinking of earlier turns, unless the request says
+    otherwise: a template that strips it renders every turn differently, and the stored KV of the turn before is lost.
+    It holds for all requests of a server whose cache is on, so that a cold twin renders the same prompt.
 
     The arguments of a replayed tool call are JSON inside JSON and may bring lone surrogates, which no tokenizer takes.
     """
@@ -79,9 +83,14 @@ def render(template: ChatTemplate, conversation: Conversation) -> str:
         messages,
         tools=_shown_tools(template, conversation),
         add_generation_prompt=conversation.continue_final or conversation.add_generation_prompt,
-        **conversation.template_kwargs,
+        **_thinking(template, keep_thinking) | conversation.template_kwargs,
     )
     return (text + rest).encode(errors="replace").decode()
+
+
+def _thinking(template: ChatTemplate, keep: bool) -> dict[str, Any]:
+    """Not part of template_sig: it follows from the template and the server's settings, which do not change."""
+    return {"preserve_thinking": True} if keep and "preserve_thinking" in template.variables else {}
 
 
 def _shown_tools(template: ChatTemplate, conversation: Conversation) -> list[dict[str, Any]] | None:

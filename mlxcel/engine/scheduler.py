@@ -91,7 +91,7 @@ class EngineFailed(Exception):
 
 
 class Scheduler:
-    """See the module. `on_finished` is told of each healthy end (for histograms)."""
+    """See the module. `on_finished` is told of each healthy end; `trace` logs each cache decision at INFO."""
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[Sequence, Finished], None] = lambda sequence, finished: None,
+        trace: bool = False,
     ) -> None:
         self.store = store
         self.bounds = bounds
@@ -112,6 +113,7 @@ class Scheduler:
         self._tokenizer = tokenizer
         self._clock = clock
         self._on_finished = on_finished
+        self._trace = logging.INFO if trace else logging.DEBUG
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
@@ -283,12 +285,12 @@ class Scheduler:
         found = self.store.lookup(context, sequence.prompt, self._clock())
         if isinstance(found, Miss):
             if found.reason is not MissReason.DISABLED:
-                log.debug("prompt-cache miss: %s, %d tokens in common", found.reason, found.common)
+                self._say("reject", "reason=%s seq_id=%d context_len=%d", found.reason, sequence.id, found.common)
             return
         self._adopting[sequence.id] = found
         sequence.num_cached = sequence.num_prefilled = sequence.num_stored = found.length
         self.totals.cached_tokens += found.length
-        log.debug("prompt-cache hit: adopted %d/%d tokens", found.length, sequence.num_prompt)
+        self._say("adopt", "seq_id=%d matched_len=%d total_tokens=%d", sequence.id, found.length, sequence.num_prompt)
 
     def _fits(self, num_tokens: int) -> bool:
         return self.bounds.bytes_per_token > 0 and self.store.fits(num_tokens * self.bounds.bytes_per_token)
@@ -401,6 +403,12 @@ class Scheduler:
         entry = self.store.insert(context, tokens, start, segment, now, replaces=self._entries.get(sequence.id))
         self._entries[sequence.id] = entry
         sequence.num_stored = len(tokens)
+        if entry is not None:
+            self._say("store", "seq_id=%d matched_len=%d", sequence.id, len(tokens))
+
+    def _say(self, event: str, fields: str, *values: object) -> None:
+        """One line for each decision of the prompt cache, at INFO with MLXCEL_APC_TRACE=1."""
+        log.log(self._trace, f"prompt-cache {event}: apc_event={event} {fields}", *values)
 
     def _advance(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """One generated token: its text if any is certain, and whether it was the last."""
