@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # of a checkout that is not installed
 
 from mlxcel import __version__
 from mlxcel.settings_table import GROUPS, TABLE, Setting
@@ -10,7 +13,9 @@ from mlxcel.usage import shown_default
 
 PAGE = Path(__file__).parent / "mlxcel-server.1"
 
-HEAD = r""".SH NAME
+HEAD = r""".nh
+.ad l
+.SH NAME
 mlxcel\-server \- language\-model server for MLX with a prompt\-prefix KV cache
 .SH SYNOPSIS
 .B mlxcel\-server
@@ -27,8 +32,36 @@ completion routes and llama\-server's native ones. Requests are decoded together
 answers is stored, and a later request that begins with the same tokens adopts it instead of computing it again; an
 answer never depends on whether it did.
 .PP
-Environment files written for llama\-server start it unchanged. The command line wins over the environment; of the
-variables of one option the first that is set wins.
+Command lines and environment files written for llama\-server start it unchanged: placement flags and features that
+are not there yet are accepted, and the log names those that were given. Only what would silently change the answers
+is refused; see
+.BR COMPATIBILITY .
+"""
+
+ENVIRONMENT = r""".SH ENVIRONMENT
+Most options can be set by a variable, which is named with the option. The command line wins over the environment; of
+the variables of one option the first that is set wins. An option \-\-x / \-\-no\-x whose variable is LLAMA_ARG_X is
+also switched off by the mere presence of LLAMA_ARG_NO_X, whatever its value.
+.PP
+For LLAMA_ARG_ variables of options without a value
+.BR on ,
+.BR enabled ,
+.BR true " and " 1
+are yes,
+.BR off ,
+.BR disabled ,
+.BR false " and " 0
+are no, in lower case only. The others take
+.BR true ,
+.BR 1 ,
+.BR yes ,
+.BR on
+and
+.BR false ,
+.BR 0 ,
+.BR no ,
+.BR off
+in any case. These variables have no option:
 """
 
 TAIL = r""".SH FILES
@@ -43,23 +76,45 @@ moves it.
 A clean stop.
 .TP
 .B 1
-It could not serve: no such model, an address in use, the engine failed, or a second signal.
+It could not serve: no such model, an address in use, the engine failed, or a second signal. Worth another try by a
+service manager.
 .TP
 .B 2
-A bad flag or variable, which the message names.
+A bad flag or variable, which the message names. Trying again does not help.
 .SH SIGNALS
 .B SIGTERM
 and
 .B SIGINT
 stop accepting, finish what runs for up to
 .B \-\-shutdown\-timeout
-seconds, and exit. A second one exits at once.
+seconds, and exit. New connections are refused meanwhile, and requests on open ones answered with 503. A second signal
+exits at once.
 .SH EXAMPLES
+Try it out with a small model:
+.PP
 .nf
-mlxcel\-server \-\-demo
-mlxcel\-server \-m model.gguf \-\-metrics \-\-port 8080
-LLAMA_ARG_MODEL=model.gguf LLAMA_ARG_CACHE_REUSE=256 mlxcel\-server
-curl localhost:8080/v1/cache/explain \-d @request.json
+    mlxcel\-server \-\-demo
+.fi
+.PP
+Serve a GGUF file to the local network, with a key and metrics:
+.PP
+.nf
+    LLAMA_API_KEY=secret mlxcel\-server \-m model.gguf \-\-host 0.0.0.0 \-\-port 8080 \-\-metrics
+.fi
+.PP
+The same from an environment file that llama\-server could read too, as the unit in contrib/systemd does:
+.PP
+.nf
+    LLAMA_ARG_MODEL=/srv/models/model.gguf
+    LLAMA_ARG_HOST=0.0.0.0
+    LLAMA_ARG_ENDPOINT_METRICS=1
+    LLAMA_ARG_CACHE_REUSE=256
+.fi
+.PP
+Ask why a request found nothing in the prompt cache:
+.PP
+.nf
+    curl localhost:8080/v1/cache/explain \-d @request.json
 .fi
 .SH SEE ALSO
 README.md and docs/prompt\-cache.md of the project.
@@ -72,9 +127,13 @@ def page() -> str:
         working = [row for row in rows if row.effect == "works" and row.flags]
         if working:
             parts.append(f".SS {group}\n" + "".join(map(_option, working)))
-    parts.append(".SH ENVIRONMENT\nEach option names its variables. These have no option:\n")
-    parts += [f".TP\n.B {row.env[0]}\n{_text(row.help)}\n" for row in TABLE if row.effect == "works" and not row.flags]
-    parts.append(".PP\nAccepted for llama\\-server's sake, without effect here:\n" + _listing("accepted"))
+    parts.append(ENVIRONMENT)
+    parts += [
+        f".TP\n.B {row.env[0]}\n{_text(_sentence(row.help))}\n"
+        for row in TABLE
+        if row.effect == "works" and not row.flags
+    ]
+    parts.append(".SH COMPATIBILITY\nAccepted for llama\\-server's sake, without effect here:\n" + _listing("accepted"))
     parts.append(".PP\nRefused, because ignoring them would change the answers:\n" + _listing("refused"))
     return "".join(parts) + TAIL
 
@@ -84,7 +143,11 @@ def _option(row: Setting) -> str:
     value = f" \\fI{_text(row.metavar)}\\fR" if row.takes_value else ""
     default = f" Default: {_text(d)}." if (d := shown_default(row)) else ""
     env = f" Variable: {_text(' or '.join(row.env))}." if row.env else ""
-    return f".TP\n{flags}{value}\n{_text(row.help)}.{default}{env}\n"
+    return f".TP\n{flags}{value}\n{_text(_sentence(row.help))}{default}{env}\n"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
 
 
 def _listing(effect: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import logging.handlers
 import os
 import sys
 import time
@@ -116,8 +115,10 @@ def _handler(settings: Settings, environ: Mapping[str, str]) -> logging.Handler:
 
 def _file_handler(settings: Settings) -> logging.Handler:
     """Appends, and opens the file anew when it was rotated away."""
+    from logging.handlers import WatchedFileHandler  # imports sockets and pickle, which --help need not wait for
+
     try:
-        handler = logging.handlers.WatchedFileHandler(settings.log_file, encoding="utf-8", errors="backslashreplace")
+        handler = WatchedFileHandler(settings.log_file, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         source = settings.origin("log_file").removeprefix("environment ").replace("command line", "--log-file")
         raise ConfigError(f"{source}: cannot open {settings.log_file}: {error.strerror}") from None

@@ -2,27 +2,22 @@
 
 It owns the parsing rules (llama-server's, of which its unit and environment files make use): underscores in long
 flags are dashes, the last of a repeated flag wins, the command line beats the environment, LLAMA_ARG_NO_X switches
-a pair off by its mere presence, API keys add up. It does not know what any setting does. Invariant: a value that
-leaves here has its row's type and range; anything else is a ConfigError that names the flag or the variable.
+a pair off by its mere presence, API keys add up, and so do the texts of flags that take one each. It does not know
+what any setting does. Invariant: a value that leaves here has its row's type and range; anything else is a
+ConfigError that names the flag or the variable.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlxcel.errors import ConfigError
 from mlxcel.settings_table import TABLE, Setting
+from mlxcel.settings_values import FALSE, TRUE, read_value, unescaped
 
-TRUE = ("on", "enabled", "true", "1", "yes")
-FALSE = ("off", "disabled", "false", "0", "no")
-AUTO = ("auto", "-1")
-UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+PREFIXES = ("LLAMA_ARG_", "MLXCEL_")
 
 _BY_FLAG: dict[str, tuple[Setting, bool]] = {
     flag: (row, positive)
@@ -33,15 +28,21 @@ _BY_FLAG: dict[str, tuple[Setting, bool]] = {
 
 
 class Settings:
-    """One attribute a row. `origin(name)` says where a value came from, `explicit(name)` whether anybody set it.
+    """One attribute a row, none of which changes. `origin(name)` says where a value came from (default, command line
+    or environment NAME), `explicit(name)` whether anybody set it.
 
     `notes` are what an operator should know about how the values came to be.
     """
 
+    _values: Mapping[str, Any]
+    _origins: Mapping[str, str]
+    notes: tuple[str, ...]
+
     def __init__(self, values: Mapping[str, Any], origins: Mapping[str, str], notes: Sequence[str] = ()) -> None:
-        self._values = dict(values)
-        self._origins = dict(origins)
-        self.notes = tuple(notes)
+        self.__dict__.update(_values=dict(values), _origins=dict(origins), notes=tuple(notes))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"setting {name!r} cannot be changed")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -65,10 +66,15 @@ class Settings:
         return "[redacted]" if row.is_secret else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     def without_effect(self) -> list[str]:
-        """Flags and variables that were set and do nothing here."""
-        rows = [row for row in TABLE if row.effect == "accepted" and row.name in self._origins]
-        origins = [(row, self._origins[row.name]) for row in rows]
-        return [row.flags[-1] if at == "command line" else at.removeprefix("environment ") for row, at in origins]
+        """Flags and variables that ask for something else than the default, and do nothing here."""
+        set_rows = [row for row in TABLE if row.effect == "accepted" and row.name in self._origins]
+        return [self._spelled(row) for row in set_rows if self._values[row.name] != row.default]
+
+    def _spelled(self, row: Setting) -> str:
+        origin = self._origins[row.name]
+        if origin != "command line":
+            return origin.removeprefix("environment ")
+        return row.negative[-1] if row.negative and not self._values[row.name] else row.flags[-1]
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
@@ -77,11 +83,16 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     origins: dict[str, str] = {}
     notes: list[str] = []
     for row in TABLE:
-        _from_environment(row, environ, values, origins)
+        _from_environment(row, environ, values, origins, notes)
+    notes += _strangers(environ)
     _from_command_line(list(argv), values, origins, notes)
     _follow_cache_reuse(values, origins)
-    _read_files(values)
-    values["api_prefix"] = _prefix(values["api_prefix"])
+    _read_files(values, origins)
+    _check_together(values, origins)
+    values["api_prefix"] = _prefix(values["api_prefix"], _source("api_prefix", origins))
+    values["apc_hash"] = values["apc_hash"].replace("-", "")
+    if values["escape"]:
+        values["reverse_prompt"] = tuple(map(unescaped, values["reverse_prompt"]))
     return Settings(values, origins, notes)
 
 
@@ -101,23 +112,40 @@ def _follow_cache_reuse(values: dict[str, Any], origins: dict[str, str]) -> None
 
 
 def _from_environment(
-    row: Setting, environ: Mapping[str, str], values: dict[str, Any], origins: dict[str, str]
+    row: Setting, environ: Mapping[str, str], values: dict[str, Any], origins: dict[str, str], notes: list[str]
 ) -> None:
     for name in row.env:
-        negative = name.replace("LLAMA_ARG_", "LLAMA_ARG_NO_", 1)
-        if row.kind == "pair" and name != negative and negative in environ:
-            values[row.name], origins[row.name] = False, f"environment {negative}"
+        if row.kind == "pair" and _twin(name) != name and _twin(name) in environ:
+            values[row.name], origins[row.name] = False, f"environment {_twin(name)}"
             return
         if name not in environ:
             continue
         text = environ[name]
-        if (row.kind == "switch" and text.strip().lower() not in TRUE) or (row.kind == "exact" and text != "1"):
-            return  # such a variable can only switch on
+        if (row.kind == "switch" and text not in TRUE) or (row.kind == "exact" and text != "1"):
+            if text not in ("", *FALSE):  # as good as none for llama-server too, but hardly meant so
+                words = "1" if row.kind == "exact" else ", ".join(TRUE)
+                notes.append(f"{name} has no effect: it knows only {words}")
+            return
         if text == "" and row.kind in ("str", "list", "json", "texts"):
+            if row.is_secret:
+                notes.append(f"{name} is empty, as if it were not set")
             return
         _allow(row, name)
-        values[row.name], origins[row.name] = _value(row, text, name), f"environment {name}"
+        values[row.name], origins[row.name] = read_value(row, text, name), f"environment {name}"
         return
+
+
+def _strangers(environ: Mapping[str, str]) -> list[str]:
+    """A note for each variable that looks like one of ours or of llama-server's and is none: misspelt, perhaps."""
+    known = {name for row in TABLE for own in row.env for name in (own, _twin(own) if row.kind == "pair" else own)}
+    return [
+        f"{name} is no variable of this server" for name in environ if name.startswith(PREFIXES) and name not in known
+    ]
+
+
+def _twin(name: str) -> str:
+    """The variable whose mere presence switches a pair off; `name` itself where there is none."""
+    return name.replace("LLAMA_ARG_", "LLAMA_ARG_NO_", 1)
 
 
 def _allow(row: Setting, source: str) -> None:
@@ -150,11 +178,20 @@ def _from_command_line(argv: list[str], values: dict[str, Any], origins: dict[st
 
 def _row(flag: str, word: str) -> tuple[Setting, bool]:
     if flag not in _BY_FLAG:
-        hint = "" if word.startswith("-") else " (a value without its flag?)"
-        raise ConfigError(f"invalid argument: {word}{hint}; see --help")
+        raise ConfigError(f"invalid argument: {word}{_hint(flag)}; see --help")
     row, positive = _BY_FLAG[flag]
     _allow(row, flag)
     return row, positive
+
+
+def _hint(flag: str) -> str:
+    if not flag.startswith("-"):
+        return " (a value without its flag?)"
+    import difflib  # only for whoever mistyped
+
+    working = [name for name, (row, _) in _BY_FLAG.items() if row.effect == "works"]
+    near = difflib.get_close_matches(flag, working, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _flag_value(row: Setting, positive: bool, flag: str, attached: str | None, argv: list[str]) -> Any:
@@ -164,128 +201,63 @@ def _flag_value(row: Setting, positive: bool, flag: str, attached: str | None, a
             return positive
         if row.kind != "bool" or not positive:
             raise ConfigError(f"{flag} takes no value")
-        return _value(row, attached, flag)
+        return read_value(row, attached, flag)
     if attached is None:
-        if not argv:
+        if not argv or (argv[0].startswith("--") and argv[0] in _BY_FLAG):  # --api-key --metrics: no key is meant
             raise ConfigError(f"{flag} needs a value: {row.metavar}")
         attached = argv.pop(0)
-    return _value(row, attached, flag)
+    return read_value(row, attached, flag)
 
 
-# --- values
+# --- what follows from several
 
 
-def _value(row: Setting, text: str, source: str) -> Any:
-    """`text` as the row's type. Raises ConfigError naming `source`."""
-    match row.kind:
-        case "int" | "float" | "bytes":
-            return _in_range(row, _number(row.kind, text, source), text, source)
-        case "switch" | "pair" | "bool" | "exact":
-            return _boolean(text, source)
-        case "reuse":
-            word = text.strip().lower()
-            number = int(word in TRUE) if word in TRUE + FALSE else _number("int", text, source)
-            return _in_range(row, number, text, source)
-        case "choice":
-            return _choice(text, row.choices, source)
-        case "tristate":
-            return _tristate(text, source)
-        case "list":
-            return tuple(part for part in next(csv.reader([text]), []) if part)
-        case "texts":
-            return (text,)
-        case "json":
-            return _object(text, source)
-        case "bias":
-            return (_bias(text, source),)
-    return text
+def _source(name: str, origins: Mapping[str, str]) -> str:
+    """What an error about a row's value should name: the variable, or the flag."""
+    origin = origins.get(name, "command line")
+    return "--" + name.replace("_", "-") if origin == "command line" else origin.removeprefix("environment ")
 
 
-def _number(kind: str, text: str, source: str) -> int | float:
-    if kind == "bytes":
-        found = re.fullmatch(r"\s*(\d+)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-        if found is None:
-            raise ConfigError(f"{source}: {text!r} is not a number of bytes, such as 2147483648 or 2GiB")
-        return int(found[1]) * UNITS[found[2]]
+def _read_files(values: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Keys and templates that live in files. Raises ConfigError when one cannot be read or holds nothing."""
+    if values["api_key_file"]:
+        lines = [line.strip() for line in _read("api_key_file", values, origins).splitlines()]
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        if not keys:
+            raise ConfigError(f"{_source('api_key_file', origins)}: {values['api_key_file']} holds no key")
+        values["api_key"] = (*values["api_key"], *keys)
+    for name in ("ssl_key_file", "ssl_cert_file"):
+        if values[name]:
+            _read(name, values, origins)
+    typed, from_file = (origins.get(name) == "command line" for name in ("chat_template", "chat_template_file"))
+    if values["chat_template_file"] and (from_file or not typed):
+        values["chat_template"] = _read("chat_template_file", values, origins)
+    elif values["chat_template"] and "{" not in values["chat_template"]:
+        source = _source("chat_template", origins)
+        raise ConfigError(f"{source}: built-in templates are not known by name here, give the Jinja text")
+
+
+def _read(name: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     try:
-        number: int | float = int(text) if kind == "int" else float(text)
-    except ValueError:
-        raise ConfigError(f"{source}: {text!r} is not a {'whole ' if kind == 'int' else ''}number") from None
-    if not math.isfinite(number):
-        raise ConfigError(f"{source}: {text!r} is not a finite number")
-    return number
+        return Path(values[name]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the path
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{_source(name, origins)}: cannot read {values[name]}: {reason}") from None
 
 
-def _in_range(row: Setting, number: int | float, text: str, source: str) -> int | float:
-    if row.low is not None and number < row.low:
-        raise ConfigError(f"{source}: {text} is less than {row.low:g}")
-    if row.high is not None and number > row.high:
-        raise ConfigError(f"{source}: {text} is more than {row.high:g}")
-    return number
-
-
-def _boolean(text: str, source: str) -> bool:
-    word = text.strip().lower()
-    if word in TRUE:
-        return True
-    if word in FALSE:
-        return False
-    raise ConfigError(f"{source}: invalid boolean value {text!r}: use true or false")
-
-
-def _tristate(text: str, source: str) -> str:
-    word = text.strip().lower()
-    for value, words in (("on", TRUE), ("off", FALSE), ("auto", AUTO)):
-        if word in words:
-            return value
-    raise ConfigError(f"{source}: {text!r} is not one of on, off, auto")
-
-
-def _choice(text: str, choices: tuple[str, ...], source: str) -> str:
-    word = text.strip().lower()
-    if word not in choices:
-        raise ConfigError(f"{source}: {text!r} is not one of {', '.join(choices)}")
-    return word
-
-
-def _object(text: str, source: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{source}: expected a JSON object")
-    return value
-
-
-def _bias(text: str, source: str) -> tuple[int, float]:
-    found = re.fullmatch(r"\s*(\d+)([+-](?:\d+(?:\.\d*)?|inf))\s*", text)
-    if found is None:
-        raise ConfigError(f"{source}: {text!r} is not TOKEN_ID(+/-)BIAS, such as 15043+1")
-    return int(found[1]), float(found[2])
-
-
-def _prefix(prefix: str) -> str:
+def _prefix(prefix: str, source: str) -> str:
     if prefix and not prefix.startswith("/"):
-        raise ConfigError("--api-prefix must begin with a slash")
+        raise ConfigError(f"{source} must begin with a slash")
     return prefix.rstrip("/")
 
 
-def _read_files(values: dict[str, Any]) -> None:
-    """Keys and templates that live in files. Raises ConfigError when one cannot be read or holds nothing."""
-    if path := values["api_key_file"]:
-        lines = _read(path, "--api-key-file").splitlines()
-        keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-        if not keys:
-            raise ConfigError(f"--api-key-file: {path} holds no key")
-        values["api_key"] = (*values["api_key"], *keys)
-    if path := values["chat_template_file"]:
-        values["chat_template"] = _read(path, "--chat-template-file")
-
-
-def _read(path: str, source: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{source}: cannot read {path}: {reason}") from None
+def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """What settings must not be said together, or not without each other."""
+    if bool(values["ssl_key_file"]) != bool(values["ssl_cert_file"]):
+        missing = "--ssl-cert-file" if values["ssl_key_file"] else "--ssl-key-file"
+        raise ConfigError(f"{missing} is missing: HTTPS needs both the key and the certificate")
+    hosts = [host.strip() for host in values["host"].split(",")]
+    if not all(hosts):
+        raise ConfigError(f"{_source('host', origins)}: an address is empty")
+    if values["port"] == 0 and sum(not host.endswith(".sock") for host in hosts) > 1:
+        raise ConfigError(f"{_source('port', origins)}: 0 cannot be had on several addresses at once")

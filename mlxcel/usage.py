@@ -58,7 +58,9 @@ def shown_default(row: Setting) -> str:
         return row.default_text
     if row.kind in ("switch", "action", "exact") or row.default in (None, (), "", {}):
         return ""
-    return {True: "on", False: "off"}[row.default] if isinstance(row.default, bool) else str(row.default)
+    if isinstance(row.default, bool):
+        return "on" if row.default else "off"
+    return f"{row.default:g}" if isinstance(row.default, float) else str(row.default)
 
 
 def _option(row: Setting, columns: int) -> str:

@@ -1,7 +1,10 @@
 """One record is one line, whatever is in it."""
 
+import io
 import json
 import logging
+import os
+import re
 import sys
 
 import pytest
@@ -66,11 +69,64 @@ def test_json_lines_parse():
 
 @pytest.mark.parametrize(
     ("words", "level"),
-    [([], logging.INFO), (["-v"], logging.DEBUG), (["-lv", "1"], logging.ERROR), (["-lv", "9"], logging.DEBUG)],
+    [
+        ([], logging.INFO),
+        (["-v"], logging.DEBUG),
+        (["-lv", "0"], logging.ERROR),
+        (["-lv", "1"], logging.ERROR),
+        (["-lv", "2"], logging.WARNING),
+        (["-lv", "4"], logging.DEBUG),
+        (["-lv", "9"], logging.DEBUG),
+    ],
 )
 def test_the_verbosity_sets_the_level(root, words, level):
     logs.set_up(parse(words, {}))
     assert root.level == level
+
+
+@pytest.mark.parametrize(("words", "heard"), [(["-lv", "4"], False), (["-lv", "5"], True), (["-v"], True)])
+def test_the_libraries_are_heard_from_verbosity_5_on(root, words, heard):
+    logs.set_up(parse(words, {}))
+    assert logging.getLogger("asyncio").isEnabledFor(logging.DEBUG) is heard
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        ([], r"\d\d:\d\d:\d\d\.\d{3} W mlxcel: said"),
+        (["--no-log-timestamps"], r"W mlxcel: said"),
+        (["--no-log-prefix"], r"\d\d:\d\d:\d\d\.\d{3} said"),
+        (["--no-log-prefix", "--no-log-timestamps"], r"said"),
+        (["--log-colors", "on", "--no-log-timestamps"], r"\x1b\[33mW mlxcel: said\x1b\[0m"),
+    ],
+)
+def test_what_a_line_begins_with(root, capsys, words, pattern):
+    logs.set_up(parse(words, {}), {})
+    logging.getLogger("mlxcel").warning("said")
+    assert re.fullmatch(pattern + "\n", capsys.readouterr().err)
+
+
+def test_json_lines_go_to_standard_output(root, capsys):
+    logs.set_up(parse(["--log-jsonl"], {}))
+    logging.getLogger("mlxcel").warning("lone \ud800 and\u2028split")
+    out, err = capsys.readouterr()
+    assert err == "" and json.loads(out)["message"] == "lone \ud800 and\u2028split" and len(out.splitlines()) == 1
+
+
+def test_the_journal_gets_levels_of_its_own_kind_and_no_second_timestamp(root, tmp_path, monkeypatch):
+    with (tmp_path / "journal").open("w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        status = os.stat(stream.fileno())
+        logs.set_up(parse(["--log-colors", "on"], {}), {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"})
+        logging.getLogger("mlxcel").error("said")
+    assert (tmp_path / "journal").read_text() == "<3>E mlxcel: said\n"
+
+
+def test_another_stream_than_the_journals_is_not_taken_for_it(tmp_path):
+    with (tmp_path / "file").open("w") as stream:
+        assert not logs.leads_to_journal(stream, {"JOURNAL_STREAM": "1:2"})
+        assert not logs.leads_to_journal(stream, {})
+    assert not logs.leads_to_journal(io.StringIO(), {"JOURNAL_STREAM": "1:2"})
 
 
 def test_log_disable_says_nothing(root, capsys):
@@ -79,12 +135,25 @@ def test_log_disable_says_nothing(root, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_log_file_gets_the_lines(root, tmp_path):
+def test_a_log_file_gets_the_lines_too(root, tmp_path, capsys):
     logs.set_up(parse(["--log-file", str(tmp_path / "log")], {}))
     logging.getLogger("mlxcel").warning("written")
     assert (tmp_path / "log").read_text().endswith("W mlxcel: written\n")
+    assert capsys.readouterr().err.endswith("W mlxcel: written\n")
+
+
+def test_a_log_file_may_be_rotated_away(root, tmp_path):
+    logs.set_up(parse(["--log-file", str(tmp_path / "log")], {}))
+    logging.getLogger("mlxcel").warning("before")
+    (tmp_path / "log").rename(tmp_path / "log.1")
+    logging.getLogger("mlxcel").warning("after \ud800")
+    assert (tmp_path / "log.1").read_text().endswith("before\n")
+    assert (tmp_path / "log").read_text().endswith("after \\ud800\n")
 
 
 def test_a_log_file_that_cannot_be_opened_names_its_flag(root, tmp_path):
-    with pytest.raises(ConfigError, match="--log-file: cannot open"):
-        logs.set_up(parse(["--log-file", str(tmp_path / "no" / "log")], {}))
+    path = str(tmp_path / "no" / "log")
+    with pytest.raises(ConfigError, match=r"^--log-file: cannot open"):
+        logs.set_up(parse(["--log-file", path], {}))
+    with pytest.raises(ConfigError, match=r"^LLAMA_ARG_LOG_FILE: cannot open"):
+        logs.set_up(parse([], {"LLAMA_ARG_LOG_FILE": path}))

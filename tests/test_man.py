@@ -27,6 +27,6 @@ def test_the_page_names_every_flag_and_variable_that_works():
 
 
 def test_no_line_is_taken_for_a_request_by_accident():
-    known = (".TH", ".SH", ".SS", ".TP", ".PP", ".B", ".RB", ".RI", ".IR", ".BR", ".I", ".nf", ".fi")
+    known = (".TH", ".SH", ".SS", ".TP", ".PP", ".B", ".RB", ".RI", ".IR", ".BR", ".I", ".nf", ".fi", ".nh", ".ad")
     for line in generator().page().splitlines():
         assert not line.startswith(("'", ".")) or line.split()[0] in known

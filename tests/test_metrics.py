@@ -49,6 +49,16 @@ def test_a_rate_is_since_the_previous_scrape():
     assert [rate(), rate(), rate()] == [50.0, 0.0, 25.0]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(float("inf"), "+Inf"), (float("-inf"), "-Inf"), (float("nan"), "NaN"), (2**63, str(2**63)), (2.0, "2.0")],
+)
+def test_numbers_are_spelled_as_prometheus_reads_them(value, text):
+    m = metrics()
+    m.gauge("g", "One.", lambda: value)
+    assert m.render().splitlines()[-1] == f"g {text}"
+
+
 @pytest.mark.parametrize("value", [0, 1.5, 1e-9, 10**18, float("1e30")])
 def test_every_line_is_valid_text(value):
     m = metrics()
