@@ -197,6 +197,7 @@ def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
         chunk=settings.ubatch_size or (256 if is_cpu() else 2048),
         latency=settings.prefill_latency_ms / 1000,
         bytes_per_token=model.layout.bytes_per_token if model.layout else 0,
+        rope_boundary=model.rope_boundary,
     )
 
 

@@ -51,7 +51,7 @@ def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
     tokens = tokenizer.encode(text, add_special=False)  # the template alone decides on BOS
     signature = _signature(template, request.conversation)
     context = _context(services, request.options, signature.hex, signature.parts)
-    return _generations(tokenizer, request.options, [tokens], context, "messages")
+    return _generations(services, request.options, [tokens], context, "messages")
 
 
 def prepare_prompts(services: Services, request: PromptRequest) -> list[Generation]:
@@ -59,7 +59,7 @@ def prepare_prompts(services: Services, request: PromptRequest) -> list[Generati
     tokenizer = services.live.model.tokenizer
     prompts = [tokenise(tokenizer, prompt, add_special=True) for prompt in request.prompts]
     context = _context(services, request.options, RAW_PROMPT_SIG)
-    return _generations(tokenizer, request.options, prompts, context, "prompt")
+    return _generations(services, request.options, prompts, context, "prompt")
 
 
 def chat_template(services: Services) -> ChatTemplate:
@@ -116,12 +116,14 @@ def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool) -> arra
 
 
 def _generations(
-    tokenizer: Tokenizer, options: Options, prompts: Iterable[array[int]], context: CacheContext | None, param: str
+    services: Services, options: Options, prompts: Iterable[array[int]], context: CacheContext | None, param: str
 ) -> list[Generation]:
+    tokenizer, bounds = services.live.model.tokenizer, services.live.scheduler.bounds
     sampling = replace(options.sampling, logit_bias=_logit_bias(tokenizer, options))
     generations = []
     for tokens in prompts:
         _check(tokens, tokenizer.vocab_size, param)
+        own = replace(context, rope_regime=bounds.rope_regime(len(tokens))) if context else None
         for i in range(options.num_choices):
             generations.append(
                 Generation(
@@ -131,7 +133,7 @@ def _generations(
                     stop=options.stop,
                     ignore_eos=options.ignore_eos,
                     top_logprobs=options.top_logprobs,
-                    cache=context,
+                    cache=own,
                 )
             )
     return generations

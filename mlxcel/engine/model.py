@@ -46,6 +46,19 @@ class LoadedModel:
         return "dense" if self.layout else "stateful"
 
     @property
+    def rope_boundary(self) -> int | None:
+        """Longest sequence of the short RoPE table of a LongRoPE model (Phi-3, Phi-4); None for all others.
+
+        KV of the two sides of it is kept apart by the key's rope_regime. mlx-lm 0.32 applies the long table to both,
+        so with it this costs hits across the boundary and changes no answer.
+        """
+        scaling = self.config.get("rope_scaling") or {}
+        if (scaling.get("rope_type") or scaling.get("type")) not in ("longrope", "su"):
+            return None
+        boundary = self.config.get("original_max_position_embeddings")
+        return int(boundary) if boundary else None
+
+    @property
     def vocab_size(self) -> int:
         return self.tokenizer.vocab_size
 

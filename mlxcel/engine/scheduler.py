@@ -56,7 +56,8 @@ class StepEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """`n_ctx` tokens a sequence may have in all; `chunk` tokens of prefill a step; `latency` in seconds;
-    `bytes_per_token` of stored KV (0: the model's KV cannot be stored)."""
+    `bytes_per_token` of stored KV (0: the model's KV cannot be stored); `rope_boundary` tokens where a LongRoPE
+    model changes its table (None: it never does)."""
 
     num_slots: int
     n_ctx: int
@@ -64,6 +65,11 @@ class Bounds:
     chunk: int
     latency: float
     bytes_per_token: int
+    rope_boundary: int | None = None
+
+    def rope_regime(self, num_tokens: int) -> int | None:
+        """The key's tag for KV of a sequence of this length."""
+        return None if self.rope_boundary is None else int(num_tokens > self.rope_boundary)
 
 
 @dataclass(slots=True)
@@ -355,6 +361,9 @@ class Scheduler:
     def _retirement(self, sequence: Sequence) -> Retire:
         context, length = sequence.generation.cache, sequence.num_prompt + len(sequence.tokens)
         if context is None or not sequence.storable or not sequence.tokens or not self._fits(length):
+            return Retire(sequence.id)
+        if context.rope_regime != self.bounds.rope_regime(length):
+            self._say("reject", "reason=rope_regime_mismatch seq_id=%d context_len=%d", sequence.id, length)
             return Retire(sequence.id)
         return Retire(sequence.id, self.store.held(context, self._all_tokens(sequence)), length)
 

@@ -194,3 +194,17 @@ async def test_bytes_in_the_store_are_those_of_its_arrays(mlx_thread):
     async with serving(model, mlx_thread) as scheduler:
         await collect(scheduler, generation(prompt(1), True, max_tokens=8))
         assert scheduler.store.nbytes == 128 * model.layout.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("config", "boundary"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_scaling": {"rope_type": "su"}, "original_max_position_embeddings": 128}, 128),
+        ({"rope_scaling": {"rope_type": "llama3"}, "original_max_position_embeddings": 8192}, None),
+        ({"rope_scaling": None}, None),
+        ({}, None),
+    ],
+)
+def test_only_longrope_models_have_a_boundary_between_two_tables(config, boundary, mlx_thread):
+    assert replace(mlx_thread.submit(tiny_model, "llama").result(), config=config).rope_boundary == boundary

@@ -163,6 +163,18 @@ async def test_a_long_prefill_lets_a_running_sequence_decode_between_its_chunks(
     assert sum(len(p.tokens) for plan in mixed for p in plan.prefills) >= 2900
 
 
+async def test_kv_of_the_two_rope_tables_is_never_mixed():
+    def asking(prompt):
+        return replace(generation(prompt), cache=replace(CONTEXT, rope_regime=int(len(prompt) > 100)))
+
+    async with serving(saying("ok"), rope_boundary=100) as scheduler:
+        assert (await collect(scheduler, asking(run(99)))).cached == 0
+        assert [e.num_tokens for e in scheduler.store._entries] == [98], "its end lies beyond the boundary"
+        assert (await collect(scheduler, asking(run(120)))).cached == 0
+        assert (await collect(scheduler, asking(run(99)))).cached == 96
+        assert (await collect(scheduler, asking(run(120)))).cached == 112
+
+
 # --- leaving early
 
 

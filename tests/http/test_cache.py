@@ -231,6 +231,14 @@ async def test_bad_bodies_are_refused_in_one_form(path, body):
     assert status == 400 and told["error"]["type"] == "invalid_request_error"
 
 
+async def test_prompts_on_two_sides_of_a_rope_boundary_have_different_keys():
+    async with serving(bounds={"rope_boundary": 100}) as served:
+        await ask(served, "/v1/completions")
+        assert cached(await ask(served, "/v1/completions")) > 0
+        told = await explained(served, {"prompt": LONG[:90]})
+    assert told["reason"] == "rope" and told["key_differences"] == ["rope"]
+
+
 # --- warm and pin
 
 
