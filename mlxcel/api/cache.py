@@ -31,7 +31,9 @@ HINTS: dict[str, str] = {
     MissReason.DISABLED: "The prompt cache is off; start the server with --prompt-cache-enabled.",
     "opted_out": "The request says cache_prompt: false, or the server runs with --no-cache-prompt.",
     "family": "This model's state is not a plain KV table, so no prefix of it can be stored.",
-    MissReason.PROMPT_TOO_SHORT: "The prompt is shorter than --prompt-cache-min-prefix.",
+    MissReason.PROMPT_TOO_SHORT: (
+        "The prompt has no more tokens than --prompt-cache-min-prefix, and its last one is always computed."
+    ),
     MissReason.EMPTY: "Nothing is stored yet that this request could share: the first request is always cold.",
     MissReason.MODEL: "What is stored was computed by another model.",
     MissReason.LORA: "What is stored was computed with other LoRA adapters or scales.",
