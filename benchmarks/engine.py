@@ -30,6 +30,7 @@ from mlxcel.cache.store import Store
 from mlxcel.engine import cpu
 from mlxcel.engine.batch import Engine
 from mlxcel.engine.model import LoadedModel, load_model, make_cache
+from mlxcel.engine.reuse import KVReuse, Trace
 from mlxcel.engine.scheduler import Bounds, Scheduler
 from mlxcel.engine.sequence import Finished, Generation, Sampling
 from mlxcel.sources import find_model
@@ -123,8 +124,10 @@ async def engine_decode(scheduler: Scheduler, model: LoadedModel, batch: int) ->
 
 async def measure(model: LoadedModel, pool: ThreadPoolExecutor, repeats: int, chunk: int) -> dict[str, Timings]:
     assert model.layout is not None, "this benchmark needs a model with a plain KV cache"
-    bounds = Bounds(8, model.n_ctx_train, 64, chunk, 0.1, model.layout.bytes_per_token)
-    scheduler = Scheduler(Engine(model), pool, Store(Limits(min_prefix=64)), model.tokenizer, bounds)
+    bounds = Bounds(8, model.n_ctx_train, 64, chunk, 0.1)
+    store = Store(Limits(min_prefix=64))
+    reuse = KVReuse(store, model.layout.bytes_per_token, bounds.rope_regime, Trace(loud=False))
+    scheduler = Scheduler(Engine(model), pool, reuse, model.tokenizer, bounds)
     running, loop = asyncio.create_task(scheduler.run()), asyncio.get_running_loop()
     results: dict[str, Timings] = {}
 

@@ -24,7 +24,8 @@ from aiohttp import web
 from mlxcel import __version__
 from mlxcel.api.app import build_app, start_site
 from mlxcel.api.services import Live, Services
-from mlxcel.cache.limits import Limits, choose_limits
+from mlxcel.cache.limits import Limits, SnapshotLimits, choose_limits, choose_snapshot_limits
+from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
 from mlxcel.errors import ConfigError, StartError
 from mlxcel.metrics import Metrics
@@ -35,6 +36,7 @@ from mlxcel.sources import check_named, find_model
 if TYPE_CHECKING:
     from mlxcel.engine.batch import Engine
     from mlxcel.engine.model import LoadedModel
+    from mlxcel.engine.reuse import Reuse
     from mlxcel.engine.scheduler import Bounds, Scheduler
 
 log = logging.getLogger(__name__)
@@ -63,7 +65,10 @@ async def _serve(settings: Settings) -> int:
         log.info("accepted without effect here: %s", ", ".join(idle))
     check_named(path=settings.model, hf_repo=settings.hf_repo, demo=settings.demo)
     stop = _catch_signals()
-    services = Services(settings, Store(Limits(enabled=settings.prompt_cache_enabled)), Metrics())
+    enabled = settings.prompt_cache_enabled
+    services = Services(
+        settings, Store(Limits(enabled=enabled)), SnapshotStore(SnapshotLimits(enabled=enabled)), Metrics()
+    )
     runner = await _listen(services)
     pool = ThreadPoolExecutor(1, thread_name_prefix="mlx")
     try:
@@ -131,22 +136,23 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
     from mlxcel.engine.memory import bytes_left
     from mlxcel.engine.scheduler import Scheduler
     from mlxcel.engine.telemetry import Latencies, declare
+    from mlxcel.engine.warmup import Warmups
 
     bounds = choose_bounds(settings, model)
-    per_token = bounds.bytes_per_token
-    services.store.limits = choose_limits(settings, model.config, per_token, bytes_left(), bounds.n_ctx)
+    _size_stores(services, model, bounds, bytes_left())
     engine = Engine(model)
     latencies = Latencies(services.metrics)
+    warms = model.reuse == "snapshots" and services.snapshots.enabled and not settings.disable_cache_warmup
     scheduler = Scheduler(
         engine,
         pool,
-        services.store,
+        choose_reuse(services, model, bounds),
         model.tokenizer,
         bounds,
+        warmups=Warmups(services.snapshots) if warms else None,
         on_finished=latencies.observe,
-        trace=settings.apc_trace,
     )
-    declare(services.metrics, scheduler, services.store)
+    declare(services.metrics, scheduler, services.store, services.snapshots)
     services.loaded = Live(model, scheduler, _template(settings, model))
     _announce(services, model, bounds)
     return Parts(engine, scheduler)
@@ -192,15 +198,36 @@ def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
         raise ConfigError(f"--ctx-size {total} leaves {n_ctx} tokens for each of {slots} slots (--parallel)")
     if n_ctx > model.n_ctx_train:
         log.warning("the context of %d tokens is more than the %d the model was trained for", n_ctx, model.n_ctx_train)
+    chunk = settings.ubatch_size or (256 if is_cpu() else 2048)
     return Bounds(
         num_slots=slots,
         n_ctx=n_ctx,
         max_queue=settings.max_queue,
-        chunk=settings.ubatch_size or (256 if is_cpu() else 2048),
+        chunk=chunk if model.proven.splits else n_ctx,
         latency=settings.prefill_latency_ms / 1000,
-        bytes_per_token=model.layout.bytes_per_token if model.layout else 0,
         rope_boundary=model.rope_boundary,
     )
+
+
+def _size_stores(services: Services, model: LoadedModel, bounds: Bounds, left: int | None) -> None:
+    """The model fills one of the two stores; the other one stays empty, whatever its limits."""
+    settings, shape = services.settings, model.shape
+    per_token = model.layout.bytes_per_token if model.layout and model.reuse == "kv" else 0
+    services.store.limits = choose_limits(settings, model.config, per_token, left, bounds.n_ctx)
+    if shape is not None and model.reuse == "snapshots":
+        services.snapshots.limits = choose_snapshot_limits(
+            settings, shape.bytes_per_token, shape.constant_bytes, left, bounds.n_ctx
+        )
+
+
+def choose_reuse(services: Services, model: LoadedModel, bounds: Bounds) -> Reuse:
+    from mlxcel.engine.reuse import KVReuse, SnapshotReuse, Trace
+
+    settings, trace = services.settings, Trace(services.settings.apc_trace)
+    if model.reuse == "snapshots":
+        return SnapshotReuse(services.snapshots, not settings.disable_boundary_snapshot, trace)
+    per_token = model.layout.bytes_per_token if model.layout and model.reuse == "kv" else 0
+    return KVReuse(services.store, per_token, bounds.rope_regime, trace)
 
 
 def _template(settings: Settings, model: LoadedModel) -> ChatTemplate | None:
@@ -219,14 +246,17 @@ def _announce(services: Services, model: LoadedModel, bounds: Bounds) -> None:
         bounds.num_slots,
         bounds.n_ctx,
     )
-    limits = services.store.limits
     if not services.store.enabled:
         log.info("prompt cache: off")
-    elif not bounds.bytes_per_token:
-        log.info("prompt cache: this model's state cannot be stored, every request is cold")
+    elif model.reuse == "kv" and model.layout is not None:
+        capacity = services.store.limits.capacity_bytes
+        held = capacity // model.layout.bytes_per_token
+        log.info("prompt cache: %.0f MiB, room for %d tokens", capacity / (1 << 20), held)
+    elif model.reuse == "snapshots":
+        capacity = services.snapshots.limits.capacity_bytes
+        log.info("prompt cache: snapshots of sessions in %.0f MiB", capacity / (1 << 20))
     else:
-        held = limits.capacity_bytes // bounds.bytes_per_token
-        log.info("prompt cache: %.0f MiB, room for %d tokens", limits.capacity_bytes / (1 << 20), held)
+        log.info("prompt cache: this model's state cannot be stored, every request is cold")
     log.info("ready")
 
 

@@ -306,12 +306,12 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                "an alias of --prompt-cache-enabled for llama-server's users: 1 or more switches the cache on. 0 "
                "switches it off in the variable, where true and false are understood too; on the command line it is "
                "llama-server's default and changes nothing", low=0),
-        _accepted("prompt_cache_snapshot_capacity_bytes", "bytes", "--prompt-cache-snapshot-capacity-bytes",
-                  "MLXCEL_PROMPT_CACHE_SNAPSHOT_CAPACITY_BYTES", None, "memory for snapshots of recurrent models",
+        _works("prompt_cache_snapshot_capacity_bytes", "bytes", "--prompt-cache-snapshot-capacity-bytes",
+                  "MLXCEL_PROMPT_CACHE_SNAPSHOT_CAPACITY_BYTES", None, "memory for snapshots: whole states of conversations with models that have sliding windows or recurrent layers",
                   low=0, shown=FROM_MODEL + ", at least 512 MiB"),
-        _accepted("prompt_cache_snapshot_max_entries", "int", "--prompt-cache-snapshot-max-entries",
+        _works("prompt_cache_snapshot_max_entries", "int", "--prompt-cache-snapshot-max-entries",
                   "MLXCEL_PROMPT_CACHE_SNAPSHOT_MAX_ENTRIES", 4096, "snapshots that may be stored", low=1),
-        _accepted("prompt_cache_snapshot_ttl", "float", "--prompt-cache-snapshot-ttl",
+        _works("prompt_cache_snapshot_ttl", "float", "--prompt-cache-snapshot-ttl",
                   "MLXCEL_PROMPT_CACHE_SNAPSHOT_TTL", 7200.0, "seconds that an unused snapshot is kept", "SECONDS",
                   low=0),
         _accepted("enable_vlm_prefix_cache", "bool", "--enable-vlm-prefix-cache", "MLXCEL_ENABLE_VLM_PREFIX_CACHE",
@@ -435,9 +435,9 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     "Diagnostics": (
         _works("apc_trace", "exact", "", "MLXCEL_APC_TRACE", False,
                   "1 logs one line for each adoption, storing and rejection of the prompt cache"),
-        _accepted("disable_boundary_snapshot", "exact", "", "MLXCEL_DISABLE_BOUNDARY_SNAPSHOT", False,
+        _works("disable_boundary_snapshot", "exact", "", "MLXCEL_DISABLE_BOUNDARY_SNAPSHOT", False,
                   "1 takes no snapshots at the end of the history"),
-        _accepted("disable_cache_warmup", "exact", "", "MLXCEL_DISABLE_CACHE_WARMUP", False,
+        _works("disable_cache_warmup", "exact", "", "MLXCEL_DISABLE_CACHE_WARMUP", False,
                   "1 does not warm up the next turn"),
         _refused("list_devices", "switch", "--list-devices", "", False, "list devices and exit"),
         _refused("completion_bash", "switch", "--completion-bash", "", False, "print completions for bash and exit"),

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from mlxcel.cache.key import CacheContext
 from mlxcel.cache.limits import Limits
 from mlxcel.cache.store import Store
+from mlxcel.engine.reuse import KVReuse, Reuse, Trace
 from mlxcel.engine.scheduler import Bounds, Scheduler, StepEngine
 from mlxcel.engine.sequence import Delta, Failed, Finished, Generation, Progress, Sampling, TokenLogprob
 from mlxcel.engine.tokenizer import Tokenizer
+from mlxcel.engine.warmup import Warmups
 
 GREEDY = Sampling(temperature=0.0)
 CONTEXT = CacheContext(model_id="m", template_sig="0" * 64)
-BOUNDS = Bounds(num_slots=8, n_ctx=4096, max_queue=64, chunk=64, latency=0.1, bytes_per_token=0)
+BOUNDS = Bounds(num_slots=8, n_ctx=4096, max_queue=64, chunk=64, latency=0.1)
 
 
 @dataclass
@@ -41,14 +43,18 @@ async def scheduling(
     tokenizer: Tokenizer,
     *,
     bounds: Bounds = BOUNDS,
+    reuse: Reuse | None = None,
     limits: Limits = Limits(),  # noqa: B008
+    bytes_per_token: int = 0,
+    warmups: Warmups | None = None,
     executor: ThreadPoolExecutor | None = None,
     clock: Callable[[], float] | None = None,
 ) -> AsyncIterator[Scheduler]:
     """A running scheduler; at the end it is drained and must have let go of everything."""
     pool = executor or ThreadPoolExecutor(1)
     extra = {"clock": clock} if clock else {}
-    scheduler = Scheduler(engine, pool, Store(limits), tokenizer, bounds, **extra)
+    reuse = reuse or KVReuse(Store(limits), bytes_per_token, bounds.rope_regime, Trace(loud=False))
+    scheduler = Scheduler(engine, pool, reuse, tokenizer, bounds, warmups=warmups, **extra)
     loop = asyncio.create_task(scheduler.run())
     try:
         yield scheduler

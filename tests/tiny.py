@@ -15,9 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlxcel.engine.kv import layout_of
-from mlxcel.engine.model import LoadedModel, make_cache
-from mlxcel.engine.selftest import batches_rightly
+from mlxcel.engine.model import LoadedModel, examined
 from mlxcel.engine.tokenizer import Tokenizer
 
 VOCAB = 320
@@ -201,7 +199,7 @@ def network(family: str, seed: int = 0) -> Any:
 @functools.cache
 def tiny_model(family: str) -> LoadedModel:
     net = network(family)
-    return LoadedModel(
+    model = LoadedModel(
         id=f"tiny-{family}",
         path=f"tiny-{family}",
         net=net,
@@ -211,6 +209,5 @@ def tiny_model(family: str) -> LoadedModel:
         n_ctx_train=4096,
         num_params=sum(a.size for _, a in tree_flatten(net.parameters())),
         nbytes=sum(a.nbytes for _, a in tree_flatten(net.parameters())),
-        layout=layout_of(net, make_cache(net)),
-        batchable=batches_rightly(net, VOCAB),
     )
+    return examined(model)

@@ -17,9 +17,11 @@ from mlxcel.api.generate import json_response, run_to_end
 from mlxcel.api.prepare import off_loop, prepare_chat, prepare_prompts
 from mlxcel.api.requests import parse_chat, parse_completion
 from mlxcel.api.services import SERVICES, Services
-from mlxcel.cache.explain import Explanation, explain
+from mlxcel.cache.entry import Entry
+from mlxcel.cache.explain import Explanation, explain, explain_snapshots
 from mlxcel.cache.key import CacheContext
 from mlxcel.cache.lookup import MissReason
+from mlxcel.cache.snapshots import Snapshot
 
 if TYPE_CHECKING:
     from mlxcel.engine.sequence import Generation
@@ -30,7 +32,7 @@ EXCERPT = 12  # tokens of text shown on each side of the first difference
 HINTS: dict[str, str] = {
     MissReason.DISABLED: "The prompt cache is off; start the server with --prompt-cache-enabled.",
     "opted_out": "The request says cache_prompt: false, or the server runs with --no-cache-prompt.",
-    "family": "This model's state is not a plain KV table, so no prefix of it can be stored.",
+    "family": "This model keeps something that cannot be stored, or the self-test found its stored state wrong.",
     MissReason.PROMPT_TOO_SHORT: (
         "The prompt has no more tokens than --prompt-cache-min-prefix, and its last one is always computed."
     ),
@@ -46,6 +48,14 @@ HINTS: dict[str, str] = {
     MissReason.DIVERGED: "The prompts part before --prompt-cache-min-prefix; see first_difference for where.",
     MissReason.BLOCK_FLOOR: "The common part holds no whole block; a smaller --apc-block-size would reuse it.",
     MissReason.PARTIAL_ENTRY: "Only a part of a stored entry matches, and with APC off only whole entries do.",
+    MissReason.OTHER_SESSION: (
+        "Snapshots belong to one session: send the same prompt_cache_key (or user) in every turn of a conversation."
+    ),
+    MissReason.WRAPPED_WINDOW: (
+        "The history was changed, and the stored state has dropped what its sliding window no longer sees."
+    ),
+    MissReason.CANNOT_TRUNCATE: "The history was changed, and recurrent state cannot go back to before the change.",
+    MissReason.UNRESTORABLE: "The stored state does not fit the loaded model.",
 }
 
 
@@ -69,13 +79,24 @@ def _read(services: Services, body: bytes) -> Ask:
 
 
 async def stats(request: web.Request) -> web.Response:
-    return json_response(request.app[SERVICES].store.stats())
+    """The store's numbers, then the snapshot store's; entries and bytes are of both."""
+    services = request.app[SERVICES]
+    kv, snapshots = services.store.stats(), services.snapshots.stats()
+    totals = {
+        "entries": services.store.num_entries + services.snapshots.num_entries,
+        "bytes": services.store.nbytes + services.snapshots.nbytes,
+    }
+    return json_response(kv | totals | snapshots)
 
 
 async def reset(request: web.Request) -> web.Response:
     """Forget all stored KV. Sequences in flight keep what they adopted."""
-    freed_bytes, freed_entries = request.app[SERVICES].store.reset()
-    return json_response({"cleared": True, "freed_bytes": freed_bytes, "freed_entries": freed_entries})
+    services = request.app[SERVICES]
+    freed = [services.store.reset(), services.snapshots.reset()]
+    if services.loaded is not None:
+        services.loaded.scheduler.drop_warmups()
+    nbytes, entries = (sum(numbers) for numbers in zip(*freed, strict=True))
+    return json_response({"cleared": True, "freed_bytes": nbytes, "freed_entries": entries})
 
 
 async def explain_miss(request: web.Request) -> web.Response:
@@ -92,7 +113,10 @@ def _explained(services: Services, generation: Generation, now: float) -> dict[s
     reason = _never(services, context)
     if reason is None:
         assert context is not None
-        told = explain(services.store, context, generation.prompt, now)
+        if live.model.reuse == "snapshots":
+            told = explain_snapshots(services.snapshots, context, generation.prompt, now)
+        else:
+            told = explain(services.store, context, generation.prompt, now)
         reason = told.reason
     return {
         "outcome": "miss" if reason else "hit",
@@ -117,7 +141,7 @@ def _never(services: Services, context: CacheContext | None) -> str | None:
         return MissReason.DISABLED
     if context is None:
         return "opted_out"
-    return None if services.live.scheduler.bounds.bytes_per_token else "family"
+    return "family" if services.live.model.reuse == "none" else None
 
 
 def _best(told: Explanation, now: float) -> dict[str, object] | None:
@@ -156,13 +180,9 @@ async def warm(request: web.Request) -> web.Response:
     if reason is not None:
         raise invalid("cache_prompt", f"nothing can be stored: {HINTS[reason]}")
     end = await run_to_end(services, generation)
-    store, context = services.store, generation.cache
-    assert context is not None
-    entry = store.find(context, generation.prompt[:-1])
-    if entry is not None and ask.pin is True:
-        store.pin(entry)
-    elif entry is not None and ask.pin is False:
-        store.unpin(entry)
+    entry = _stored(services, generation)
+    if entry is not None and ask.pin is not None:
+        _pin(services, entry, ask.pin)
     return json_response(
         {
             "prompt_tokens": end.prompt_tokens,
@@ -174,3 +194,18 @@ async def warm(request: web.Request) -> web.Response:
             "pinned": entry.pinned if entry else False,
         }
     )
+
+
+def _stored(services: Services, generation: Generation) -> Entry | Snapshot | None:
+    context, tokens = generation.cache, generation.prompt[:-1]
+    assert context is not None
+    if services.live.model.reuse == "snapshots":
+        return services.snapshots.find(context, tokens)
+    return services.store.find(context, tokens)
+
+
+def _pin(services: Services, entry: Entry | Snapshot, pin: bool) -> None:
+    if isinstance(entry, Snapshot):
+        services.snapshots.pin(entry) if pin else services.snapshots.unpin(entry)
+    else:
+        services.store.pin(entry) if pin else services.store.unpin(entry)

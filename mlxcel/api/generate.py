@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
+from mlxcel.api.conversation import Conversation
 from mlxcel.api.fields import invalid
 from mlxcel.api.options import Options
-from mlxcel.api.prepare import off_loop
+from mlxcel.api.prepare import next_prefix, off_loop
 from mlxcel.api.responses import Choice, Shape, Timings, sse
 from mlxcel.api.services import SERVICES, Services
 from mlxcel.api.sse import EventStream
+from mlxcel.cache.key import CacheContext
 from mlxcel.engine.sequence import Delta, Event, Failed, Finished, Generation, Progress
 from mlxcel.engine.sequence import Sequence as Running
 from mlxcel.errors import ServerError
@@ -40,11 +42,12 @@ def json_response(value: object, *, status: int = 200, headers: dict[str, str] |
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for, and the form in which it wants the answer."""
+    """What a body asks for, and the form in which it wants the answer; `conversation` is that of a chat."""
 
     options: Options
     generations: Sequence[Generation]
     shape: Shape
+    conversation: Conversation | None = None
 
 
 async def answer(request: web.Request, prepare: Callable[[Services, bytes], Asked]) -> web.StreamResponse:
@@ -69,12 +72,37 @@ async def answer(request: web.Request, prepare: Callable[[Services, bytes], Aske
 async def _tell(request: web.Request, asked: Asked, sequences: Sequence[Running], feed: Feed) -> web.StreamResponse:
     num = asked.options.num_choices
     choices = [Choice(i, prompt=i // num, num_prompt=s.num_prompt) for i, s in enumerate(sequences)]
+    services = request.app[SERVICES]
     if not asked.options.stream:
         await _collect(feed, choices)
+        warm_next(services, asked, choices)
         return json_response(asked.shape.body(choices))
-    stream = request[STREAM] = EventStream(request, request.app[SERVICES].settings.timeout)
+    stream = request[STREAM] = EventStream(request, services.settings.timeout)
     await _stream(stream, feed, choices, sequences, asked)
+    warm_next(services, asked, choices)
     return stream.response
+
+
+def warm_next(services: Services, asked: Asked, choices: Sequence[Choice]) -> None:
+    """After a chat's one whole reply: offer what its next turn will begin with. Nobody waits for it."""
+    conversation, context = asked.conversation, asked.generations[0].cache
+    if conversation is None or context is None or len(choices) != 1 or not services.live.scheduler.warms:
+        return
+    reply, end = choices[0].text, choices[0].finished
+    if not reply or end is None or end.stop_type == "limit" or conversation.continue_final:
+        return
+    task = asyncio.create_task(_offer(services, conversation, context, reply))
+    services.background.add(task)
+    task.add_done_callback(services.background.discard)
+
+
+async def _offer(services: Services, conversation: Conversation, context: CacheContext, reply: str) -> None:
+    try:
+        tokens = await asyncio.to_thread(next_prefix, services, conversation, reply)
+    except ServerError:
+        return  # a template that refuses the follow-up will say so when it comes
+    if tokens is not None:
+        services.live.scheduler.warm(context, tokens)
 
 
 async def run_to_end(services: Services, generation: Generation) -> Finished:

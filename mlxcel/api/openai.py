@@ -20,7 +20,9 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 def _chat(services: Services, body: bytes) -> Asked:
     parsed = parse_chat(body, services.settings)
-    return Asked(parsed.options, prepare_chat(services, parsed), Chat(new_reply(services, parsed.options)))
+    return Asked(
+        parsed.options, prepare_chat(services, parsed), Chat(new_reply(services, parsed.options)), parsed.conversation
+    )
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

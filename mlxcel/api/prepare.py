@@ -19,6 +19,7 @@ from mlxcel.api.options import Options
 from mlxcel.api.requests import ChatRequest, Prompt, PromptRequest
 from mlxcel.api.services import Services
 from mlxcel.cache.key import CacheContext, SignatureParts
+from mlxcel.cache.radix import common_prefix
 from mlxcel.engine.sequence import Generation
 from mlxcel.errors import InvalidRequest
 from mlxcel.prompt.signature import RAW_PROMPT_SIG, Signature, template_sig
@@ -51,15 +52,64 @@ def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
     tokens = tokenizer.encode(text, add_special=False)  # the template alone decides on BOS
     signature = _signature(template, request.conversation)
     context = _context(services, request.options, signature.hex, signature.parts)
-    return _generations(services, request.options, [tokens], context, "messages")
+    boundary = _boundary(services, template, request.conversation, text, tokens)
+    return _generations(services, request.options, [(tokens, boundary)], context, "messages")
 
 
 def prepare_prompts(services: Services, request: PromptRequest) -> list[Generation]:
     """One generation for each choice of each prompt, the choices of a prompt side by side. Raises InvalidRequest."""
     tokenizer = services.live.model.tokenizer
-    prompts = [tokenise(tokenizer, prompt, add_special=True) for prompt in request.prompts]
+    texts = [tokenise(tokenizer, prompt, add_special=True) for prompt in request.prompts]
+    prompts = [(tokens, len(tokens) - 1) for tokens in texts]
     context = _context(services, request.options, RAW_PROMPT_SIG)
     return _generations(services, request.options, prompts, context, "prompt")
+
+
+def _boundary(
+    services: Services, template: ChatTemplate, conversation: Conversation, text: str, tokens: array[int]
+) -> int | None:
+    """How many prompt tokens are history: what the next turn's prompt will begin with as well.
+
+    That is the same conversation without the generation prompt, as far as the tokens agree. Rendered a second time
+    only for models that are stored as snapshots; None where the template does not let the history stand by itself.
+    """
+    if services.live.model.reuse != "snapshots" or conversation.continue_final:
+        return None
+    history = _history(services, template, conversation)
+    if not history or not text.startswith(history):
+        return None
+    known = services.live.model.tokenizer.encode(history, add_special=False)
+    return min(common_prefix(tokens, known), len(tokens) - 1)
+
+
+def _history(services: Services, template: ChatTemplate, conversation: Conversation) -> str | None:
+    try:
+        plain = replace(conversation, add_generation_prompt=False)
+        return render(template, plain, keep_thinking=services.store.enabled)
+    except InvalidRequest:
+        return None
+
+
+PROBES = ("ok", "Then tell me about the second of them, and why.")
+"""Two next messages as unlike as can be: what their prompts have in common, any next turn begins with."""
+
+
+def next_prefix(services: Services, conversation: Conversation, reply: str) -> array[int] | None:
+    """The tokens that the next turn begins with when the client sends `reply` back; None when that is unknown."""
+    template, tokenizer = chat_template(services), services.live.model.tokenizer
+    history = _history(services, template, conversation)
+    if history is None:
+        return None
+    prompts: list[array[int]] = []
+    for probe in PROBES:
+        turn = ({"role": "assistant", "content": reply}, {"role": "user", "content": probe})
+        follow_up = replace(conversation, messages=conversation.messages + turn, add_generation_prompt=True)
+        text = render(template, follow_up, keep_thinking=services.store.enabled)
+        if not text.startswith(history):
+            return None
+        prompts.append(tokenizer.encode(text, add_special=False))
+    first, second = prompts
+    return first[: common_prefix(first, second)]
 
 
 def chat_template(services: Services) -> ChatTemplate:
@@ -116,12 +166,16 @@ def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool) -> arra
 
 
 def _generations(
-    services: Services, options: Options, prompts: Iterable[array[int]], context: CacheContext | None, param: str
+    services: Services,
+    options: Options,
+    prompts: Iterable[tuple[array[int], int | None]],
+    context: CacheContext | None,
+    param: str,
 ) -> list[Generation]:
     tokenizer, bounds = services.live.model.tokenizer, services.live.scheduler.bounds
     sampling = replace(options.sampling, logit_bias=_logit_bias(tokenizer, options))
     generations = []
-    for tokens in prompts:
+    for tokens, boundary in prompts:
         _check(tokens, tokenizer.vocab_size, param)
         own = replace(context, rope_regime=bounds.rope_regime(len(tokens))) if context else None
         for i in range(options.num_choices):
@@ -134,6 +188,7 @@ def _generations(
                     ignore_eos=options.ignore_eos,
                     top_logprobs=options.top_logprobs,
                     cache=own,
+                    boundary=boundary,
                 )
             )
     return generations

@@ -5,11 +5,13 @@ One object per process, created before the sockets open and completed when the m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
 from mlxcel.errors import Unavailable
 from mlxcel.metrics import Metrics
@@ -32,14 +34,16 @@ class Live:
 
 @dataclass(slots=True)
 class Services:
-    """`num_refused` generating requests never reached the scheduler's queue."""
+    """`num_refused` generating requests never reached the scheduler's queue. The model fills one of the two stores."""
 
     settings: Settings
     store: Store
+    snapshots: SnapshotStore
     metrics: Metrics
     draining: bool = False
     num_refused: int = 0
     loaded: Live | None = None
+    background: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def live(self) -> Live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 KV_STORE_MINIMUM = 2 << 30
+SNAPSHOT_MINIMUM = 512 << 20
 REPRESENTATIVE_TOKENS = 8192
 ENTRIES_WANTED = 6
 

@@ -1,4 +1,4 @@
-"""Why a prompt would hit or miss, in the words an operator can act on.
+"""Why a prompt would hit or miss, in the words an operator can act on, in either store.
 
 Pure reading: nothing is counted or refreshed, only what has outlived its TTL leaves, as at any lookup. Buckets of
 another salt are never looked at, so that an explanation tells nothing about another tenant.
@@ -12,6 +12,7 @@ from mlxcel.cache.entry import Entry
 from mlxcel.cache.key import CacheContext
 from mlxcel.cache.lookup import Match, Miss, MissReason, choose, differing
 from mlxcel.cache.radix import Tokens, common_prefix
+from mlxcel.cache.snapshots import Lent, Snapshot, SnapshotStore
 from mlxcel.cache.store import Store
 
 
@@ -26,7 +27,7 @@ class Explanation:
     prompt_tokens: int
     matched: int
     common: int
-    best: Entry | None
+    best: Entry | Snapshot | None
     best_tokens: Tokens[int] | None
     same_session: bool
     key_differences: tuple[MissReason, ...]
@@ -58,6 +59,23 @@ def explain(store: Store, context: CacheContext, tokens: Tokens[int], now: float
         best_tokens=best_tokens,
         same_session=best is not None and best.context.session_key == context.session_key,
         key_differences=differences,
+    )
+
+
+def explain_snapshots(store: SnapshotStore, context: CacheContext, tokens: Tokens[int], now: float) -> Explanation:
+    """The same for a model that is stored as snapshots. A snapshot that was refused is still the best candidate."""
+    verdict = store.judge(context, tokens, store.sweep(now))
+    best = verdict.snapshot if isinstance(verdict, Lent) else store.nearest(context, tokens)
+    elsewhere = best is not None and best.context.bucket != context.bucket
+    return Explanation(
+        reason=verdict.reason if isinstance(verdict, Miss) else None,
+        prompt_tokens=len(tokens),
+        matched=verdict.length if isinstance(verdict, Lent) else 0,
+        common=common_prefix(tokens, best.tokens) if best else 0,
+        best=best,
+        best_tokens=best.tokens if best else None,
+        same_session=best is not None and best.context.session_key == context.session_key,
+        key_differences=tuple(differing(context, best.context)) if best and elsewhere else (),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlxcel.cache.budget import KV_STORE_MINIMUM, default_capacity, representative_length
+from mlxcel.cache.budget import KV_STORE_MINIMUM, SNAPSHOT_MINIMUM, default_capacity, representative_length
 from mlxcel.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,17 @@ class Limits:
     block_size: int | None = 16
     num_blocks: int | None = None
     hash: Literal["sha256", "blake3"] = "sha256"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotLimits:
+    """Bounds of the snapshot store; units as in `Limits`."""
+
+    enabled: bool = True
+    capacity_bytes: int = SNAPSHOT_MINIMUM
+    max_entries: int = 4096
+    ttl: float = 7200.0
+    min_prefix: int = 32
 
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:
@@ -73,6 +84,33 @@ def choose_limits(
         block_size=settings.apc_block_size if apc else None,
         num_blocks=settings.apc_num_blocks,
         hash=settings.apc_hash,
+    )
+
+
+def choose_snapshot_limits(
+    settings: Settings, bytes_per_token: int, constant_bytes: int, left: int | None, n_ctx: int
+) -> SnapshotLimits:
+    """The same for snapshots of a model whose state takes `constant_bytes` and `bytes_per_token` for each token.
+
+    Sliding layers count in full: a boundary snapshot is often taken before they wrap.
+    """
+    capacity = settings.prompt_cache_snapshot_capacity_bytes
+    if capacity is None:
+        entry = constant_bytes + bytes_per_token * representative_length(settings.ctx_size and n_ctx)
+        capacity = default_capacity(entry, left, SNAPSHOT_MINIMUM)
+        log.info(
+            "Applied model-aware prompt-cache snapshot capacity default: old=%d recommended=%d entry=%d ceiling=%s",
+            SNAPSHOT_MINIMUM,
+            capacity,
+            entry,
+            "unknown" if left is None else left // 4,
+        )
+    return SnapshotLimits(
+        enabled=settings.prompt_cache_enabled,
+        capacity_bytes=capacity,
+        max_entries=settings.prompt_cache_snapshot_max_entries,
+        ttl=settings.prompt_cache_snapshot_ttl,
+        min_prefix=settings.prompt_cache_min_prefix,
     )
 
 

@@ -32,6 +32,10 @@ class MissReason(StrEnum):
     DIVERGED = "diverged"
     BLOCK_FLOOR = "block_floor"
     PARTIAL_ENTRY = "partial_entry"
+    OTHER_SESSION = "other_session"
+    WRAPPED_WINDOW = "wrapped_window"
+    CANNOT_TRUNCATE = "cannot_truncate"
+    UNRESTORABLE = "unrestorable"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from mlxcel.engine.kv import KVSegment, leaves
 from mlxcel.engine.model import LoadedModel, make_cache
 from mlxcel.engine.sampling import greedy, make_processors, make_sampler, token_logprobs
 from mlxcel.engine.sequence import Sampling, TokenLogprob
+from mlxcel.engine.snapshot import Refused, State, capture, restore, row_of
 
 _NO_STOPS = StopSequences([])
 _UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
@@ -30,12 +31,15 @@ _UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Prefill `tokens`, after adopting `segments` if this is the first chunk; then copy KV [donate_from, now)."""
+    """Prefill `tokens`, after taking up stored state if this is the first chunk: KV `segments`, or the first n tokens
+    of `state`. Then copy out KV [donate_from, now), or the whole state, whose length must be `capture`."""
 
     id: int
     tokens: array[int]
     segments: tuple[tuple[KVSegment, int], ...] = ()
+    state: tuple[State, int] | None = None
     donate_from: int | None = None
+    capture: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Forget a sequence; first copy KV [donate_from, length) when asked."""
+    """Forget a sequence of `length` tokens; first copy out KV [donate_from, length), or the whole state, when asked."""
 
     id: int
     donate_from: int | None = None
     length: int = 0
+    capture: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +69,25 @@ class Plan:
     start: tuple[Start, ...] = ()
     decode: bool = False
 
+    @property
+    def ids(self) -> set[int]:
+        """Of all sequences that something else than decode is done with."""
+        return {order.id for orders in (self.retire, self.prefills, self.start) for order in orders}
+
     def __bool__(self) -> bool:
         return bool(self.retire or self.prefills or self.start or self.decode)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """`tokens` are (id, token, log-probabilities) of this decode step; `segments` what Prefill and Retire copied."""
+    """`tokens` are (id, token, log-probabilities) of this decode step; `segments` and `states` what Prefill and Retire
+    copied, `refused` why it copied none; `unrestored` why a state was not put back, and nothing prefilled either."""
 
     tokens: list[tuple[int, int, TokenLogprob | None]] = field(default_factory=list)
     segments: dict[int, KVSegment] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    unrestored: dict[int, str] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -100,7 +114,7 @@ class Engine:
             self._guard(outcome, (prefill.id,), partial(self._prefill, prefill, outcome))
         outcome.prefill_seconds = time.perf_counter() - began
         began = time.perf_counter()
-        ready = [start for start in plan.start if start.id not in outcome.failed]
+        ready = [start for start in plan.start if start.id not in outcome.failed and start.id in self._caches]
         if ready:
             self._guard(outcome, tuple(s.id for s in ready), partial(self._start, ready))
         if plan.decode:
@@ -139,9 +153,11 @@ class Engine:
         cache = self._caches.get(prefill.id)
         if cache is None:
             cache = make_cache(self._model.net)
-            if prefill.segments:
-                assert self._model.layout is not None
-                self._model.layout.attach(prefill.segments, cache)
+            try:
+                self._take_up(prefill, cache)
+            except Refused as refused:
+                outcome.unrestored[prefill.id] = refused.reason
+                return
             self._caches[prefill.id] = cache
         if prefill.tokens:
             self._model.net(mx.array(prefill.tokens)[None], cache=cache)
@@ -151,6 +167,23 @@ class Engine:
             stop = _length(cache)
             if prefill.donate_from < stop:
                 outcome.segments[prefill.id] = self._model.layout.detach(cache, prefill.donate_from, stop)
+        if prefill.capture is not None:
+            self._capture(prefill.id, cache, prefill.capture, outcome)
+
+    def _take_up(self, prefill: Prefill, cache: list[Any]) -> None:
+        if prefill.segments:
+            assert self._model.layout is not None
+            self._model.layout.attach(prefill.segments, cache)
+        if prefill.state is not None:
+            assert self._model.shape is not None
+            restore(*prefill.state, self._model.shape, cache)
+
+    def _capture(self, id: int, cache: list[Any], length: int, outcome: Outcome) -> None:
+        """Copy the whole state; a refusal costs the snapshot, not the sequence."""
+        try:
+            outcome.states[id] = capture(cache, length, cuttable=self._model.proven.cuts)
+        except Refused as refused:
+            outcome.refused[id] = refused.reason
 
     # --- decode
 
@@ -159,7 +192,7 @@ class Engine:
         for start in starts:
             if start.top_logprobs is not None:
                 self._top_logprobs[start.id] = start.top_logprobs
-        if not self._model.batchable:
+        if not self._model.proven.batches:
             for start in starts:
                 self._alone[start.id] = self._generation([start], self._take_cache(start.id))
             return
@@ -200,14 +233,23 @@ class Engine:
     # --- leaving
 
     def _detach(self, retire: Retire, outcome: Outcome) -> None:
-        layout = self._model.layout
-        if layout is None or retire.donate_from is None or retire.donate_from >= retire.length:
+        cache, row = self._live(retire.id)
+        if cache is None:
             return
-        batch, row = self._alone.get(retire.id), None
-        if batch is None and self._batch is not None and retire.id in self._batch.uids:
-            batch, row = self._batch, self._batch.uids.index(retire.id)
-        if batch is not None:
-            outcome.segments[retire.id] = layout.detach(batch.prompt_cache, retire.donate_from, retire.length, row)
+        if retire.donate_from is not None and retire.donate_from < retire.length:
+            assert self._model.layout is not None
+            outcome.segments[retire.id] = self._model.layout.detach(cache, retire.donate_from, retire.length, row)
+        if retire.capture:
+            single = cache if row is None else row_of(cache, row)
+            self._capture(retire.id, single, retire.length, outcome)
+
+    def _live(self, id: int) -> tuple[list[Any] | None, int | None]:
+        """Where a sequence's state is: a cache of its own, or a row of the batch."""
+        if self._batch is not None and id in self._batch.uids:
+            return self._batch.prompt_cache, self._batch.uids.index(id)
+        if id in self._alone:
+            return self._alone[id].prompt_cache, None
+        return self._caches.get(id), None
 
     def _forget(self, ids: set[int]) -> None:
         """All that leave go at once: every leave copies the KV of the whole batch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +18,29 @@ from mlx.utils import tree_flatten
 
 from mlxcel.engine.cpu import is_cpu
 from mlxcel.engine.kv import Layout, layout_of
+from mlxcel.engine.snapshot import StateShape, shape_of
 from mlxcel.engine.tokenizer import Tokenizer
 from mlxcel.errors import ModelError
 
+Reuse = Literal["kv", "snapshots", "none"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
+class Proven:
+    """What the self-test found to give the model's own results: sequences decoded in one batch, a prompt computed in
+    pieces, stored state put back, and stored state put back only in part."""
+
+    batches: bool = True
+    splits: bool = True
+    restores: bool = True
+    cuts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`nbytes` and `num_params` of the weights in memory; `layout` None means that its state is not plain KV;
-    `batchable` False means that its batched decode is missing or wrong, so that each sequence decodes on its own."""
+    """`nbytes` and `num_params` of the weights in memory; `layout` None means that its state is not plain KV, `shape`
+    None that it keeps something unknown and can only be served cold."""
 
     id: str
     path: str
@@ -38,12 +51,21 @@ class LoadedModel:
     n_ctx_train: int
     num_params: int
     nbytes: int
-    layout: Layout | None
-    batchable: bool
+    layout: Layout | None = None
+    shape: StateShape | None = None
+    proven: Proven = Proven()
 
     @property
     def kind(self) -> str:
-        return "dense" if self.layout else "stateful"
+        """dense, windowed, recurrent or mixed, by what its layers keep; unknown otherwise."""
+        return self.shape.kind if self.shape else "unknown"
+
+    @property
+    def reuse(self) -> Reuse:
+        """How its state is stored and lent: any prefix of plain KV, whole snapshots, or not at all."""
+        if not self.proven.restores:
+            return "none"
+        return "kv" if self.layout and self.proven.cuts else "snapshots" if self.shape else "none"
 
     @property
     def rope_boundary(self) -> int | None:
@@ -65,17 +87,14 @@ class LoadedModel:
 
 def load_model(path: Path, *, dtype: Dtype, model_id: str, self_test: bool = True) -> LoadedModel:
     """Load and evaluate all weights. Raises ModelError with one line that names the path."""
-    from mlxcel.engine.selftest import batches_rightly
-
     load = _load_gguf if path.is_file() else _load_directory
     net, config, backend, eos_ids, template = load(path, dtype)
     mx.eval(net)  # the private arrays too (RoPE tables): a lazy one would be bound to this thread
     text_config = {**config, **config.get("text_config", {})}
     weights = [array for _, array in tree_flatten(net.parameters())]
     vocab_size = probe(net)
-    batchable = not self_test or batches_rightly(net, vocab_size)
     tokenizer = Tokenizer(backend, eos_ids=eos_ids, vocab_size=vocab_size, chat_template=template)
-    return LoadedModel(
+    model = LoadedModel(
         id=model_id,
         path=str(path),
         net=net,
@@ -85,9 +104,18 @@ def load_model(path: Path, *, dtype: Dtype, model_id: str, self_test: bool = Tru
         n_ctx_train=int(text_config.get("max_position_embeddings") or text_config.get("max_seq_len") or 1 << 20),
         num_params=_num_params(net),
         nbytes=sum(array.nbytes for array in weights),
-        layout=layout_of(net, make_cache(net)),
-        batchable=batchable,
     )
+    return examined(model, self_test=self_test)
+
+
+def examined(model: LoadedModel, *, self_test: bool = True) -> LoadedModel:
+    """The same with what its layers keep and, unless the test is off, what was proven of them. Needs the MLX thread."""
+    from mlxcel.engine.selftest import Subject, probe_length, prove
+
+    layout, shape = layout_of(model.net, make_cache(model.net)), shape_of(model.net, make_cache(model.net))
+    length = probe_length(shape.window if shape else 0, model.num_params, is_cpu())
+    subject = Subject(model.net, model.vocab_size, layout, shape, length, model.dtype == "float32")
+    return replace(model, layout=layout, shape=shape, proven=prove(subject) if self_test else Proven())
 
 
 def make_cache(net: Any) -> list[Any]:

@@ -28,19 +28,17 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mlxcel.cache.entry import Entry
-from mlxcel.cache.lookup import Hit, Miss, MissReason, usable
-from mlxcel.cache.radix import common_prefix
-from mlxcel.cache.store import Store
+from mlxcel.cache.key import CacheContext
 from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.reuse import Reuse
 from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
 from mlxcel.engine.tokenizer import Tokenizer
+from mlxcel.engine.warmup import Warmups
 from mlxcel.errors import ContextExceeded, InvalidRequest, ServerError, Unavailable
 from mlxcel.text import TextStream
 
 log = logging.getLogger(__name__)
 
-DONATE_EVERY = 256  # prompt tokens; fewer only when somebody waits for them
 MIN_CHUNK = 32  # below it reading the weights dominates: on a slow CPU 16 tokens take 140 ms, 32 take 190
 MAX_FAILED_STEPS = 8  # without a token in between: the engine is broken, let the service manager start a new one
 
@@ -56,15 +54,13 @@ class StepEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """`n_ctx` tokens a sequence may have in all; `chunk` tokens of prefill a step; `latency` in seconds;
-    `bytes_per_token` of stored KV (0: the model's KV cannot be stored); `rope_boundary` tokens where a LongRoPE
-    model changes its table (None: it never does)."""
+    `rope_boundary` tokens where a LongRoPE model changes its table (None: it never does)."""
 
     num_slots: int
     n_ctx: int
     max_queue: int
     chunk: int
     latency: float
-    bytes_per_token: int
     rope_boundary: int | None = None
 
     def rope_regime(self, num_tokens: int) -> int | None:
@@ -97,21 +93,20 @@ class EngineFailed(Exception):
 
 
 class Scheduler:
-    """See the module. `on_finished` is told of each healthy end; `trace` logs each cache decision at INFO."""
+    """See the module. `on_finished` is told of each healthy end."""
 
     def __init__(
         self,
         engine: StepEngine,
         executor: Executor,
-        store: Store,
+        reuse: Reuse,
         tokenizer: Tokenizer,
         bounds: Bounds,
         *,
+        warmups: Warmups | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[Sequence, Finished], None] = lambda sequence, finished: None,
-        trace: bool = False,
     ) -> None:
-        self.store = store
         self.bounds = bounds
         self.totals = Totals()
         self._engine = engine
@@ -119,7 +114,9 @@ class Scheduler:
         self._tokenizer = tokenizer
         self._clock = clock
         self._on_finished = on_finished
-        self._trace = logging.INFO if trace else logging.DEBUG
+        self.reuse = reuse
+        self._warmups = warmups
+        self._warming: Sequence | None = None
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
@@ -128,8 +125,6 @@ class Scheduler:
         self._prefilling: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
         self._retiring: list[Sequence] = []
-        self._adopting: dict[int, Hit] = {}
-        self._entries: dict[int, Entry | None] = {}
         self._ends: dict[int, Finished] = {}
         self._seconds_per_token = 0.0
         self._failed_steps = 0
@@ -195,6 +190,25 @@ class Scheduler:
                 self.cancel(sequence)
             await self._drained.wait()
 
+    @property
+    def warms(self) -> bool:
+        """Whether next turns are computed ahead."""
+        return self._warmups is not None
+
+    def warm(self, context: CacheContext, tokens: array[int]) -> None:
+        """Compute what the session's next turn begins with, when there is time."""
+        if self._warmups is not None:
+            self._warmups.offer(context, tokens)
+            self._wake.set()
+
+    def drop_warmups(self) -> None:
+        """Nothing that was offered is computed any more: the store has been reset."""
+        if self._warmups is not None:
+            self._warmups.clear()
+        if self._warming is not None:
+            self._warming.cancelled = True
+            self._wake.set()
+
     # --- the loop
 
     async def run(self) -> None:
@@ -218,10 +232,30 @@ class Scheduler:
         while not (self._waiting or self.num_active):
             if self._draining:
                 return False
+            if self._takes_warmup():
+                return True
             await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.release)
             self._wake.clear()
-            if not (self._waiting or self.num_active or self._draining):
+            if not (self._waiting or self.num_active or self._draining or self._warmups):
                 await self._wake.wait()
+        return True
+
+    def _takes_warmup(self) -> bool:
+        """Whether there is a next turn to compute: the one under way, if it is still of use, or a new one."""
+        if self._warmups is None:
+            return False
+        if self._warming is None:
+            generation = self._warmups.take()
+            if generation is None:
+                return False
+            self._next_id += 1
+            text = TextStream(self._tokenizer.decode, ())
+            self._warming = Sequence(self._next_id, generation, text, 0, self._clock(), state=State.PREFILLING)
+            self.reuse.resume(self._warming)
+        generation = self._warming.generation
+        assert generation.cache is not None
+        if not self._warmups.is_worth_it(generation.cache, generation.prompt[:-1]):
+            self._warming.cancelled = True
         return True
 
     async def _step(self, plan: Plan) -> Outcome:
@@ -262,48 +296,20 @@ class Scheduler:
             if self._is_coming(sequence):
                 continue
             self._waiting.remove(sequence)
-            self._adopt(sequence)
+            self.reuse.adopt(sequence, self._clock())
             sequence.state = State.PREFILLING
             sequence.started_at = self._clock()
             self._prefilling.append(sequence)
 
     def _is_coming(self, sequence: Sequence) -> bool:
         """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored."""
-        return any(self._lends(other, sequence) > other.num_stored for other in self._prefilling)
-
-    def _lends(self, other: Sequence, sequence: Sequence) -> int:
-        """How many tokens `sequence` will be able to adopt of the prompt that `other` is prefilling; 0 if too few."""
-        context, limits = sequence.generation.cache, self.store.limits
-        theirs = other.generation.cache
-        if context is None or theirs is None or not other.storable or theirs.bucket != context.bucket:
-            return 0
-        shared = min(common_prefix(other.prompt, sequence.prompt), other.num_prompt - 1)
-        if not limits.block_size and shared < other.num_prompt - 1:
-            return 0  # without APC only the whole prompt can be adopted
-        lent = usable(shared, sequence.num_prompt, limits.block_size)
-        return lent if lent >= limits.min_prefix else 0
-
-    def _adopt(self, sequence: Sequence) -> None:
-        context = sequence.generation.cache
-        if context is None or not self.bounds.bytes_per_token:
-            return
-        sequence.storable = self._fits(sequence.num_prompt)
-        found = self.store.lookup(context, sequence.prompt, self._clock())
-        if isinstance(found, Miss):
-            if found.reason is not MissReason.DISABLED:
-                self._say("reject", "reason=%s seq_id=%d context_len=%d", found.reason, sequence.id, found.common)
-            return
-        self._adopting[sequence.id] = found
-        sequence.num_cached = sequence.num_prefilled = sequence.num_stored = found.length
-        self.totals.cached_tokens += found.length
-        self._say("adopt", "seq_id=%d matched_len=%d total_tokens=%d", sequence.id, found.length, sequence.num_prompt)
-
-    def _fits(self, num_tokens: int) -> bool:
-        return self.bounds.bytes_per_token > 0 and self.store.fits(num_tokens * self.bounds.bytes_per_token)
+        return any(self.reuse.lends(other, sequence) > other.num_stored for other in self._prefilling)
 
     # --- planning
 
     def _plan(self) -> Plan:
+        if self._warming is not None and not (self._waiting or self.num_active):
+            return self._warming_plan(self._warming)
         prefills = tuple(self._prefills())
         done = {p.id for p in prefills}
         starting = tuple(
@@ -312,11 +318,18 @@ class Scheduler:
             if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
         )
         return Plan(
-            retire=tuple(self._retirement(s) for s in self._retiring),
+            retire=tuple(self.reuse.retire(s) for s in self._retiring),
             prefills=prefills,
             start=starting,
             decode=bool(self._running or starting),
         )
+
+    def _warming_plan(self, warming: Sequence) -> Plan:
+        left = warming.num_prompt - 1 - warming.num_prefilled
+        if warming.cancelled or not left:
+            return Plan(retire=(Retire(warming.id),))
+        end = warming.num_prefilled + min(left, self._budget(shared=True))
+        return Plan(prefills=(self.reuse.prefill(warming, end, wanted=False),))
 
     @staticmethod
     def _end_of(prefills: tuple[Prefill, ...], sequence: Sequence) -> int:
@@ -324,57 +337,30 @@ class Scheduler:
 
     def _prefills(self) -> list[Prefill]:
         """Chunks for this step, within one budget; whoever got a part goes to the end of the line."""
-        budget, chosen = self._budget(), []
+        budget, chosen = self._budget(shared=bool(self._running)), []
         for sequence in list(self._prefilling):
-            left = sequence.num_prompt - 1 - sequence.num_prefilled
-            size = min(left, budget)
-            chosen.append(self._prefill(sequence, size))
+            size = min(self.reuse.split_at(sequence) - sequence.num_prefilled, budget)
+            chosen.append(self.reuse.prefill(sequence, sequence.num_prefilled + size, bool(self._waiting)))
             budget -= max(size, MIN_CHUNK)  # a short one is not free either: the weights are read once for each
             self._prefilling.rotate(-1)
             if budget <= 0:
                 break
         return chosen
 
-    def _budget(self) -> int:
-        if not self._running or not self._seconds_per_token:
-            return self.bounds.chunk if not self._running else min(self.bounds.chunk, 64)
+    def _budget(self, shared: bool) -> int:
+        """Tokens of prefill in a step; `shared` when somebody may be waiting for the step to end."""
+        if not shared or not self._seconds_per_token:
+            return min(self.bounds.chunk, 64) if shared else self.bounds.chunk
         fits = int(self.bounds.latency / self._seconds_per_token) // 16 * 16
         return max(min(MIN_CHUNK, self.bounds.chunk), min(fits, self.bounds.chunk))
-
-    def _prefill(self, sequence: Sequence, size: int) -> Prefill:
-        begin, end = sequence.num_prefilled, sequence.num_prefilled + size
-        adopted = self._adopting.pop(sequence.id, None)
-        donate_from = None
-        if self._is_donation_due(sequence, end):
-            context = sequence.generation.cache
-            assert context is not None
-            donate_from = min(self.store.held(context, sequence.prompt[:end]), end)
-        segments = adopted.segments if adopted else ()
-        return Prefill(sequence.id, sequence.prompt[begin:end], segments, donate_from)  # type: ignore[arg-type]
-
-    def _is_donation_due(self, sequence: Sequence, end: int) -> bool:
-        if not sequence.storable or end < self.store.limits.min_prefix:
-            return False
-        complete = end == sequence.num_prompt - 1
-        return complete or bool(self._waiting) or end - sequence.num_stored >= DONATE_EVERY
-
-    def _retirement(self, sequence: Sequence) -> Retire:
-        context, length = sequence.generation.cache, sequence.num_prompt + len(sequence.tokens)
-        if context is None or not sequence.storable or not sequence.tokens or not self._fits(length):
-            return Retire(sequence.id)
-        if context.rope_regime != self.bounds.rope_regime(length):
-            self._say("reject", "reason=rope_regime_mismatch seq_id=%d context_len=%d", sequence.id, length)
-            return Retire(sequence.id)
-        return Retire(sequence.id, self.store.held(context, self._all_tokens(sequence)), length)
-
-    @staticmethod
-    def _all_tokens(sequence: Sequence) -> array[int]:
-        return sequence.prompt + sequence.tokens
 
     # --- after the step
 
     def _commit(self, plan: Plan, outcome: Outcome) -> None:
         now = self._clock()
+        if self._warming is not None and self._warming.id in plan.ids:
+            self._warmed(self._warming, plan, outcome, now)
+            return
         by_id = {s.id: s for s in self.active()}
         for retire in plan.retire:
             self._retired(by_id[retire.id], retire, outcome, now)
@@ -382,7 +368,7 @@ class Scheduler:
             if prefill.id not in outcome.failed:
                 self._prefilled(by_id[prefill.id], prefill, outcome, now)
         for start in plan.start:
-            if start.id not in outcome.failed:
+            if start.id not in outcome.failed and start.id not in outcome.unrestored:
                 sequence = by_id[start.id]
                 self._prefilling.remove(sequence)
                 self._running[start.id] = sequence
@@ -393,31 +379,34 @@ class Scheduler:
         for id, error in outcome.failed.items():
             self._fail(by_id[id], error)
 
+    def _warmed(self, warming: Sequence, plan: Plan, outcome: Outcome, now: float) -> None:
+        """A chunk of a warm-up is done, or it has left the engine. What fails is dropped: nobody waits for it."""
+        if plan.prefills and not (outcome.failed or outcome.unrestored):
+            warming.num_prefilled += len(plan.prefills[0].tokens)
+            self.reuse.prefilled(warming, plan.prefills[0], outcome, now)
+            self._measure(len(plan.prefills[0].tokens), outcome)
+            if warming.num_prefilled == warming.num_prompt - 1 and self._warmups is not None:
+                self._warmups.ran()
+            return
+        if self._warmups is not None and (outcome.failed or outcome.unrestored or warming.cancelled):
+            self._warmups.skip()
+        self.reuse.forget(warming)
+        self._warming = None
+
     def _prefilled(self, sequence: Sequence, prefill: Prefill, outcome: Outcome, now: float) -> None:
+        if (reason := outcome.unrestored.get(sequence.id)) is not None:
+            self.reuse.unrestored(sequence, reason)
+            sequence.num_cached = sequence.num_prefilled = 0
+            return
+        if prefill.segments or prefill.state:
+            self.totals.cached_tokens += sequence.num_cached
         sequence.num_prefilled += len(prefill.tokens)
-        if prefill.donate_from is not None:
-            self._donate(sequence, sequence.prompt[: sequence.num_prefilled], prefill.donate_from, outcome, now)
+        self.reuse.prefilled(sequence, prefill, outcome, now)
         sequence.publish(Progress(sequence.num_prefilled, sequence.num_prompt, sequence.num_cached))
         if sequence.num_prefilled == sequence.num_prompt - 1 and sequence.max_tokens == 0:
             self._prefilling.remove(sequence)
             sequence.first_token_at = now
             self._finish(sequence, "limit", now)
-
-    def _donate(self, sequence: Sequence, tokens: array[int], start: int, outcome: Outcome, now: float) -> None:
-        context = sequence.generation.cache
-        assert context is not None
-        segment = outcome.segments.get(sequence.id)
-        if segment is None and start < len(tokens):
-            return  # the copy failed; the sequence itself goes on
-        entry = self.store.insert(context, tokens, start, segment, now, replaces=self._entries.get(sequence.id))
-        self._entries[sequence.id] = entry
-        sequence.num_stored = len(tokens)
-        if entry is not None:
-            self._say("store", "seq_id=%d matched_len=%d", sequence.id, len(tokens))
-
-    def _say(self, event: str, fields: str, *values: object) -> None:
-        """One line for each decision of the prompt cache, at INFO with MLXCEL_APC_TRACE=1."""
-        log.log(self._trace, f"prompt-cache {event}: apc_event={event} {fields}", *values)
 
     def _advance(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """One generated token: its text if any is certain, and whether it was the last."""
@@ -459,9 +448,7 @@ class Scheduler:
         if sequence not in self._retiring:
             return
         self._retiring.remove(sequence)
-        if retire.donate_from is not None and retire.id not in outcome.failed:
-            self._donate(sequence, self._all_tokens(sequence), retire.donate_from, outcome, now)
-        self._entries.pop(sequence.id, None)
+        self.reuse.retired(sequence, retire, outcome, now)
         end = self._ends.pop(sequence.id, None)
         if end is None:
             return
@@ -484,7 +471,7 @@ class Scheduler:
         self._running.pop(sequence.id, None)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
-        self._entries.pop(sequence.id, None)
+        self.reuse.forget(sequence)
         sequence.state = State.FINISHED
         self.totals.failed += 1
         sequence.publish(Failed(ServerError("the model failed on this request; see the server's log")))
@@ -500,6 +487,9 @@ class Scheduler:
         totals.busy_slots += len(outcome.tokens)
         totals.mixed_steps += bool(plan.prefills and outcome.tokens)
         totals.max_tokens_seen = max(totals.max_tokens_seen, *(s.num_prompt + len(s.tokens) for s in self.active()), 0)
+        self._measure(tokens, outcome)
+
+    def _measure(self, tokens: int, outcome: Outcome) -> None:
         if tokens:
             measured = outcome.prefill_seconds / tokens
             self._seconds_per_token = (self._seconds_per_token + measured) / 2 if self._seconds_per_token else measured

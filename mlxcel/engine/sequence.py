@@ -40,7 +40,8 @@ class Generation:
     """One generation, checked: `prompt` is never empty, `max_tokens` None means up to the context's end.
 
     `top_logprobs` None asks for no log-probabilities, 0 for the chosen token's alone. `cache` None means that
-    the prompt cache is neither read nor written.
+    the prompt cache is neither read nor written. `boundary` is how many prompt tokens are history that the next turn
+    will begin with; only models that are stored as snapshots need it.
     """
 
     prompt: array[int]
@@ -50,6 +51,7 @@ class Generation:
     ignore_eos: bool = False
     top_logprobs: int | None = None
     cache: CacheContext | None = None
+    boundary: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class Sequence:
     num_cached: int = 0
     num_stored: int = 0
     storable: bool = False
+    miss_reason: str | None = None
     tokens: array[int] = field(default_factory=lambda: array("i"))
     cancelled: bool = False
     unsaid: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)

@@ -6,6 +6,7 @@ the names, help texts and buckets; it counts nothing itself but the two histogra
 
 from __future__ import annotations
 
+from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
 from mlxcel.engine.scheduler import Scheduler
 from mlxcel.engine.sequence import Finished, Sequence
@@ -34,11 +35,12 @@ class Latencies:
             self.rate.observe((end.completion_tokens - 1) / end.predicted_ms * 1000)
 
 
-def declare(metrics: Metrics, scheduler: Scheduler, store: Store) -> None:
+def declare(metrics: Metrics, scheduler: Scheduler, store: Store, snapshots: SnapshotStore) -> None:
     """Declare all families of a running server."""
     _llamacpp(metrics, scheduler)
     _requests(metrics, scheduler)
-    _prompt_cache(metrics, store)
+    _prompt_cache(metrics, store, snapshots)
+    _snapshots(metrics, snapshots)
 
 
 def _llamacpp(m: Metrics, s: Scheduler) -> None:
@@ -82,8 +84,8 @@ def _requests(m: Metrics, s: Scheduler) -> None:
     m.gauge("mlxcel_batch_current_size", "Sequences that hold a slot.", lambda: s.num_active)
 
 
-def _prompt_cache(m: Metrics, store: Store) -> None:
-    t = store.totals
+def _prompt_cache(m: Metrics, store: Store, snapshots: SnapshotStore) -> None:
+    t, s = store.totals, snapshots.totals
     m.counter("mlxcel_prompt_cache_hits_total", "Lookups that lent a prefix.", lambda: t.hits)
     m.counter("mlxcel_prompt_cache_misses_total", "Lookups that lent nothing.", lambda: sum(t.misses.values()))
     m.counter(
@@ -104,9 +106,33 @@ def _prompt_cache(m: Metrics, store: Store) -> None:
     m.counter(
         "mlxcel_prompt_cache_reject_total",
         "Entries refused, by reason.",
-        lambda: {"oversized": t.rejections_oversized},
+        lambda: {"oversized": t.rejections_oversized + s.rejections_oversized, **s.refusals},
         label="reason",
     )
     m.gauge("mlxcel_prompt_cache_bytes", "Bytes of stored KV.", lambda: store.nbytes)
     m.gauge("mlxcel_prompt_cache_capacity_bytes", "Most bytes of stored KV.", lambda: store.limits.capacity_bytes)
     m.gauge("mlxcel_prompt_cache_entries", "Stored entries.", lambda: store.num_entries)
+
+
+def _snapshots(m: Metrics, store: SnapshotStore) -> None:
+    t, name = store.totals, "mlxcel_prompt_cache_snapshot_"
+    m.counter(name + "hits_total", "Lookups that lent a snapshot.", lambda: t.hits)
+    m.counter(name + "misses_total", "Lookups that lent no snapshot.", lambda: sum(t.misses.values()))
+    m.counter(
+        name + "misses_by_reason_total",
+        "Lookups that lent no snapshot, by reason.",
+        lambda: {reason.value: n for reason, n in t.misses.items()},
+        label="reason",
+    )
+    m.counter(name + "tokens_reused_total", "Prompt tokens lent by snapshots.", lambda: t.tokens_reused)
+    m.counter(name + "supersedes_total", "Snapshots that a longer one of their session replaced.", lambda: t.supersedes)
+    m.counter(
+        name + "evictions_total",
+        "Snapshots evicted, by reason.",
+        lambda: {"lru": t.evictions["lru"], "ttl": t.evictions["ttl"]},
+        label="reason",
+    )
+    m.counter(name + "warmups_total", "Next turns computed ahead.", lambda: t.warmups_run)
+    m.gauge(name + "bytes", "Bytes of stored snapshots.", lambda: store.nbytes)
+    m.gauge(name + "capacity_bytes", "Most bytes of stored snapshots.", lambda: store.limits.capacity_bytes)
+    m.gauge(name + "entries", "Stored snapshots.", lambda: store.num_entries)

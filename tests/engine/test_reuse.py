@@ -34,8 +34,14 @@ def dense(request, mlx_thread):
 
 def serving(model, thread, limits=LIMITS, **bounds):
     nbytes = model.layout.bytes_per_token if model.layout else 0
-    sized = replace(BOUNDS, bytes_per_token=nbytes, **bounds)
-    return scheduling(Engine(model), model.tokenizer, bounds=sized, limits=limits, executor=thread)
+    return scheduling(
+        Engine(model),
+        model.tokenizer,
+        bounds=replace(BOUNDS, **bounds),
+        limits=limits,
+        bytes_per_token=nbytes,
+        executor=thread,
+    )
 
 
 def prompt(seed: int, n: int = 120) -> array:
@@ -143,11 +149,11 @@ async def test_a_segment_that_was_cut_several_times_still_holds_the_right_rows(d
 async def test_cache_prompt_false_neither_reads_nor_writes(dense, mlx_thread):
     async with serving(dense, mlx_thread) as scheduler:
         await collect(scheduler, generation(prompt(1), False))
-        assert scheduler.store.num_entries == scheduler.store.totals.lookups == 0
+        assert scheduler.reuse.store.num_entries == scheduler.reuse.store.totals.lookups == 0
         await collect(scheduler, generation(prompt(1), True))
-        before = scheduler.store.stats()
+        before = scheduler.reuse.store.stats()
         cold = await collect(scheduler, generation(prompt(1), False))
-        assert cold.cached == 0 and scheduler.store.stats() == before
+        assert cold.cached == 0 and scheduler.reuse.store.stats() == before
 
 
 @pytest.mark.parametrize("family", COLD)
@@ -159,7 +165,7 @@ async def test_a_family_whose_state_is_not_plain_kv_is_served_cold_and_right(fam
         again = await asyncio.gather(
             *(collect(scheduler, generation(prompt(s, n), True)) for s, n in ((1, 120), (2, 30), (3, 75)))
         )
-        assert scheduler.store.num_entries == 0
+        assert scheduler.reuse.store.num_entries == 0
     for one, other in zip(again, alone, strict=True):
         assert one.cached == 0
         assert_same(one, other)
@@ -167,12 +173,12 @@ async def test_a_family_whose_state_is_not_plain_kv_is_served_cold_and_right(fam
 
 @pytest.mark.parametrize("family", ["gemma2", "llama4"])
 def test_a_family_whose_batched_decode_is_wrong_is_found_out_at_load(family, mlx_thread):
-    assert not mlx_thread.submit(tiny_model, family).result().batchable
+    assert not mlx_thread.submit(tiny_model, family).result().proven.batches
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "mamba2", "qwen3_next", "gemma3_text"])
 def test_a_family_whose_batched_decode_is_right_is_batched(family, mlx_thread):
-    assert mlx_thread.submit(tiny_model, family).result().batchable
+    assert mlx_thread.submit(tiny_model, family).result().proven.batches
 
 
 async def test_one_seed_gives_one_text_alone_in_a_batch_cold_and_warm(mlx_thread):
@@ -193,7 +199,7 @@ async def test_bytes_in_the_store_are_those_of_its_arrays(mlx_thread):
     model = mlx_thread.submit(tiny_model, "llama").result()
     async with serving(model, mlx_thread) as scheduler:
         await collect(scheduler, generation(prompt(1), True, max_tokens=8))
-        assert scheduler.store.nbytes == 128 * model.layout.bytes_per_token
+        assert scheduler.reuse.store.nbytes == 128 * model.layout.bytes_per_token
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from tests.segments import BYTES_PER_TOKEN, tokens
 from tests.tiny import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
-SCRIPTED = replace(BOUNDS, bytes_per_token=BYTES_PER_TOKEN)
 
 
 def encode(text: str) -> array:
@@ -36,7 +35,9 @@ def generation(prompt: array, max_tokens: int | None = 8, **fields) -> Generatio
 
 
 def serving(engine, limits=Limits(), **bounds):  # noqa: B008
-    return scheduling(engine, TOKENIZER, bounds=replace(SCRIPTED, **bounds), limits=limits)
+    return scheduling(
+        engine, TOKENIZER, bounds=replace(BOUNDS, **bounds), limits=limits, bytes_per_token=BYTES_PER_TOKEN
+    )
 
 
 # --- ends
@@ -99,7 +100,7 @@ async def test_fifty_conversations_hold_their_system_prompt_once():
     async with serving(saying("ok")) as scheduler:
         for i in range(50):
             await collect(scheduler, generation(system + array("i", [i, 251, i, 252]) * 5))
-        held = scheduler.store.nbytes // BYTES_PER_TOKEN
+        held = scheduler.reuse.store.nbytes // BYTES_PER_TOKEN
     assert 1000 + 50 * 20 < held <= 1000 + 50 * (20 + 3)
 
 
@@ -169,7 +170,7 @@ async def test_kv_of_the_two_rope_tables_is_never_mixed():
 
     async with serving(saying("ok"), rope_boundary=100) as scheduler:
         assert (await collect(scheduler, asking(run(99)))).cached == 0
-        assert [e.num_tokens for e in scheduler.store._entries] == [98], "its end lies beyond the boundary"
+        assert [e.num_tokens for e in scheduler.reuse.store._entries] == [98], "its end lies beyond the boundary"
         assert (await collect(scheduler, asking(run(120)))).cached == 0
         assert (await collect(scheduler, asking(run(99)))).cached == 96
         assert (await collect(scheduler, asking(run(120)))).cached == 112
@@ -204,7 +205,7 @@ async def test_a_sequence_cancelled_while_running_leaves_what_it_computed():
         scheduler.cancel(ours)
         while scheduler.num_active:
             await asyncio.sleep(0)
-        (entry,) = scheduler.store._entries
+        (entry,) = scheduler.reuse.store._entries
         assert entry.num_tokens == 100 + len(ours.tokens)
 
 

@@ -21,9 +21,12 @@ import orjson
 
 from mlxcel.api.app import build_app, start_site
 from mlxcel.api.services import Live, Services
-from mlxcel.cache.limits import Limits
+from mlxcel.cache.limits import Limits, SnapshotLimits
+from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
+from mlxcel.engine.kv import Layout
 from mlxcel.engine.model import LoadedModel
+from mlxcel.engine.reuse import KVReuse, Trace
 from mlxcel.engine.scheduler import Bounds, Scheduler
 from mlxcel.engine.telemetry import Latencies, declare
 from mlxcel.metrics import Metrics
@@ -36,7 +39,7 @@ from tests.tiny import CHATML, EOS, byte_tokenizer
 TOKENIZER = byte_tokenizer()
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/completion")
 BOUNDS: dict[str, Any] = {
-    "num_slots": 4, "n_ctx": 100_000, "max_queue": 16, "chunk": 64, "latency": 0.1, "bytes_per_token": BYTES_PER_TOKEN
+    "num_slots": 4, "n_ctx": 100_000, "max_queue": 16, "chunk": 64, "latency": 0.1
 }  # fmt: skip
 
 
@@ -54,7 +57,8 @@ def script(prompt: array) -> list[int]:
 
 MODEL = LoadedModel(
     id="tiny", path="/models/tiny", net=None, config={"model_type": "tiny", "hidden_size": 64}, tokenizer=TOKENIZER,
-    dtype="float32", n_ctx_train=4096, num_params=1000, nbytes=4000, layout=None, batchable=True,
+    dtype="float32", n_ctx_train=4096, num_params=1000, nbytes=4000,
+    layout=Layout((), BYTES_PER_TOKEN),
 )  # fmt: skip
 
 
@@ -170,18 +174,21 @@ def wire(
     limits: Limits | None = None,
     bounds: dict[str, Any] | None = None,
     loaded: bool = True,
+    model: LoadedModel = MODEL,
     **changes: Any,
 ) -> Wired:
     """All parts but the HTTP. `bounds` are the scheduler's, `changes` the settings'."""
     engine = ScriptedEngine(script, filler=encode("x")[0])
     pool = ThreadPoolExecutor(1)
-    services = Services(settings(**{"metrics": True, "port": 0} | changes), Store(limits or Limits()), Metrics())
+    store, snapshots = Store(limits or Limits()), SnapshotStore(SnapshotLimits())
+    services = Services(settings(**{"metrics": True, "port": 0} | changes), store, snapshots, Metrics())
     latencies = Latencies(services.metrics)
     wanted = Bounds(**BOUNDS | (bounds or {}))
-    scheduler = Scheduler(engine, pool, services.store, TOKENIZER, wanted, on_finished=latencies.observe)
-    declare(services.metrics, scheduler, services.store)
+    reuse = KVReuse(store, model.layout.bytes_per_token if model.layout else 0, wanted.rope_regime, Trace(loud=False))
+    scheduler = Scheduler(engine, pool, reuse, TOKENIZER, wanted, on_finished=latencies.observe)
+    declare(services.metrics, scheduler, store, snapshots)
     if loaded:
-        services.loaded = Live(MODEL, scheduler, ChatTemplate(template, {}) if template else None)
+        services.loaded = Live(model, scheduler, ChatTemplate(template, {}) if template else None)
     return Wired(services, engine, scheduler, pool)
 
 

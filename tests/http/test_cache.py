@@ -1,9 +1,11 @@
 """The prompt cache as clients and operators meet it: salts, sessions, opting out, explain, warm, pins."""
 
+from dataclasses import replace
+
 import pytest
 
 from mlxcel.cache.limits import Limits
-from tests.http.serving import ROUTES, asking, serving
+from tests.http.serving import MODEL, ROUTES, asking, serving
 from tests.prompt.templates import KEEPS_THINKING, STRIPS_THINKING
 
 LONG = "This is a long enough beginning that everybody shares, word for word. " * 3
@@ -206,7 +208,7 @@ async def test_explain_on_an_empty_store_a_short_prompt_and_a_store_that_is_off(
         assert (await explained(served, {"prompt": "short"}))["reason"] == "prompt_too_short"
     async with serving(limits=Limits(enabled=False)) as served:
         assert (await explained(served, {"prompt": LONG}))["reason"] == "disabled"
-    async with serving(bounds={"bytes_per_token": 0}) as served:
+    async with serving(model=replace(MODEL, layout=None)) as served:
         assert (await explained(served, {"prompt": LONG}))["reason"] == "family"
 
 
@@ -289,7 +291,7 @@ async def test_a_reset_says_what_it_freed_and_leaves_running_requests_alone():
 
 
 async def test_every_decision_is_one_line_when_traced(caplog):
-    caplog.set_level("DEBUG", logger="mlxcel.engine.scheduler")
+    caplog.set_level("DEBUG", logger="mlxcel.engine.reuse")
     async with serving() as served:
         await ask(served, "/v1/completions")
         await ask(served, "/v1/completions")
