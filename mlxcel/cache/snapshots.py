@@ -239,12 +239,27 @@ class SnapshotStore:
             if common == old.num_tokens == new.num_tokens:
                 new.pinned = old.pinned
                 self._drop(old)
-            elif named and old.origin == new.origin and common == old.num_tokens and not old.pinned:
-                self.totals.supersedes += 1
-                self._drop(old)
             elif named and old.origin == new.origin and common == new.num_tokens:
                 return False
+            elif named and old.origin == new.origin and common == old.num_tokens and not old.pinned:
+                self._supersede(old)
+                self._abandon(old, new)
         return True
+
+    def _supersede(self, old: Snapshot) -> None:
+        self.totals.supersedes += 1
+        self._drop(old)
+
+    def _abandon(self, boundary: Snapshot, new: Snapshot) -> None:
+        """The completions of a superseded boundary that the conversation did not go on from: the template renders a
+        reply otherwise than it was generated, so that they would pile up and never match."""
+        if boundary.origin != "boundary":
+            return
+        for other in list(self._own(new.context)):
+            branches = common_prefix(other.tokens, boundary.tokens) == boundary.num_tokens
+            goes_on = common_prefix(other.tokens, new.tokens) == other.num_tokens
+            if other.origin == "completion" and branches and not goes_on and not other.pinned:
+                self._supersede(other)
 
     def _fits(self, nbytes: int) -> bool:
         if nbytes <= self.limits.capacity_bytes:
