@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mlxcel.engine.model import LoadedModel
     from mlxcel.engine.reuse import Reuse
     from mlxcel.engine.scheduler import Bounds, Scheduler
+    from mlxcel.engine.warmup import Warmups
 
 log = logging.getLogger(__name__)
 
@@ -136,20 +137,18 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
     from mlxcel.engine.memory import bytes_left
     from mlxcel.engine.scheduler import Scheduler
     from mlxcel.engine.telemetry import Latencies, declare
-    from mlxcel.engine.warmup import Warmups
 
     bounds = choose_bounds(settings, model)
     _size_stores(services, model, bounds, bytes_left())
     engine = Engine(model)
     latencies = Latencies(services.metrics)
-    warms = model.reuse == "snapshots" and services.snapshots.enabled and not settings.disable_cache_warmup
     scheduler = Scheduler(
         engine,
         pool,
         choose_reuse(services, model, bounds),
         model.tokenizer,
         bounds,
-        warmups=Warmups(services.snapshots) if warms else None,
+        warmups=choose_warmups(services, model),
         on_finished=latencies.observe,
     )
     declare(services.metrics, scheduler, services.store, services.snapshots)
@@ -228,6 +227,14 @@ def choose_reuse(services: Services, model: LoadedModel, bounds: Bounds) -> Reus
         return SnapshotReuse(services.snapshots, not settings.disable_boundary_snapshot, trace)
     per_token = model.layout.bytes_per_token if model.layout and model.reuse == "kv" else 0
     return KVReuse(services.store, per_token, bounds.rope_regime, trace)
+
+
+def choose_warmups(services: Services, model: LoadedModel) -> Warmups | None:
+    from mlxcel.engine.warmup import Warmups
+
+    if model.reuse != "snapshots" or not services.snapshots.enabled or services.settings.disable_cache_warmup:
+        return None
+    return Warmups(services.snapshots)
 
 
 def _template(settings: Settings, model: LoadedModel) -> ChatTemplate | None:

@@ -88,8 +88,8 @@ def warm_next(services: Services, asked: Asked, choices: Sequence[Choice]) -> No
     conversation, context = asked.conversation, asked.generations[0].cache
     if conversation is None or context is None or len(choices) != 1 or not services.live.scheduler.warms:
         return
-    reply, end = choices[0].text, choices[0].finished
-    if not reply or end is None or end.stop_type == "limit" or conversation.continue_final:
+    reply = choices[0].text
+    if not reply or conversation.continue_final:
         return
     task = asyncio.create_task(_offer(services, conversation, context, reply))
     services.background.add(task)

@@ -24,13 +24,14 @@ from mlxcel.api.services import Live, Services
 from mlxcel.cache.limits import Limits, SnapshotLimits
 from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
+from mlxcel.engine.batch import Engine
 from mlxcel.engine.kv import Layout
 from mlxcel.engine.model import LoadedModel
-from mlxcel.engine.reuse import KVReuse, Trace
 from mlxcel.engine.scheduler import Bounds, Scheduler
 from mlxcel.engine.telemetry import Latencies, declare
 from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
+from mlxcel.server import choose_reuse, choose_warmups
 from tests.defaults import settings
 from tests.scripted import ScriptedEngine
 from tests.segments import BYTES_PER_TOKEN
@@ -119,7 +120,7 @@ def said(body: dict[str, Any]) -> str:
 @dataclass
 class Served:
     services: Services
-    engine: ScriptedEngine
+    engine: Any
     scheduler: Scheduler
     session: aiohttp.ClientSession
     port: int
@@ -163,9 +164,13 @@ class Served:
 @dataclass
 class Wired:
     services: Services
-    engine: ScriptedEngine
+    engine: Any
     scheduler: Scheduler
     pool: ThreadPoolExecutor
+
+    def release(self) -> None:
+        if isinstance(self.engine, ScriptedEngine):
+            self.engine.gate.set()
 
 
 def wire(
@@ -175,17 +180,20 @@ def wire(
     bounds: dict[str, Any] | None = None,
     loaded: bool = True,
     model: LoadedModel = MODEL,
+    pool: ThreadPoolExecutor | None = None,
     **changes: Any,
 ) -> Wired:
-    """All parts but the HTTP. `bounds` are the scheduler's, `changes` the settings'."""
-    engine = ScriptedEngine(script, filler=encode("x")[0])
-    pool = ThreadPoolExecutor(1)
+    """All parts but the HTTP. `bounds` are the scheduler's, `changes` the settings'. A `model` that has a network is
+    run for real, on the one thread of `pool`."""
+    engine = ScriptedEngine(script, filler=encode("x")[0]) if model.net is None else Engine(model)
+    pool = pool or ThreadPoolExecutor(1)
     store, snapshots = Store(limits or Limits()), SnapshotStore(SnapshotLimits())
     services = Services(settings(**{"metrics": True, "port": 0} | changes), store, snapshots, Metrics())
     latencies = Latencies(services.metrics)
     wanted = Bounds(**BOUNDS | (bounds or {}))
-    reuse = KVReuse(store, model.layout.bytes_per_token if model.layout else 0, wanted.rope_regime, Trace(loud=False))
-    scheduler = Scheduler(engine, pool, reuse, TOKENIZER, wanted, on_finished=latencies.observe)
+    warmups = choose_warmups(services, model)
+    reuse = choose_reuse(services, model, wanted)
+    scheduler = Scheduler(engine, pool, reuse, TOKENIZER, wanted, warmups=warmups, on_finished=latencies.observe)
     declare(services.metrics, scheduler, store, snapshots)
     if loaded:
         services.loaded = Live(model, scheduler, ChatTemplate(template, {}) if template else None)
@@ -204,12 +212,13 @@ async def serving(**choices: Any) -> AsyncIterator[Served]:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as session:
             served = Served(wired.services, wired.engine, wired.scheduler, session, port)
             yield served
-            wired.engine.gate.set()
+            wired.release()
             await served.idle()
         await wired.scheduler.drain(10)
         await loop
     finally:
-        wired.engine.gate.set()
+        wired.release()
         loop.cancel()
         await runner.cleanup()
-        wired.pool.shutdown()
+        if choices.get("pool") is None:
+            wired.pool.shutdown()
