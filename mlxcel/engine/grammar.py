@@ -23,7 +23,7 @@ from mlxcel.engine.tokenizer import Tokenizer
 
 Kind = Literal["grammar", "json_schema"]
 MAX_REASON = 300
-MAX_COMPILED = 64
+MAX_COMPILED = 32
 COMPILE_SECONDS = 10.0
 COMPILE_THREADS = 2
 STACK = 1 << 29  # llguidance recurses over what it compiles, 12 KB a level, and an overflow kills the process
@@ -130,8 +130,10 @@ def _lark(text: str) -> str:
 
 
 def _on_one_line(reason: str) -> str:
-    """Without the backtrace of a panic; the middle of a long one is left out: it ends with what is wrong."""
-    line = " ".join(reason.split("<backtrace>")[0].split("<state>")[0].split())
+    """Without what llguidance adds for its authors, nor the middle of a long one, which ends with what is wrong."""
+    if reason.startswith("NoExtensionBias"):
+        return "nothing matches it"
+    line = " ".join(reason.split("<backtrace>")[0].split("<non-verbose/>")[0].split())
     half = MAX_REASON // 2 - 3
     return line if len(line) <= MAX_REASON else f"{line[:half]} ... {line[-half:]}"
 
