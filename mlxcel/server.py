@@ -180,7 +180,19 @@ def _load_model(settings: Settings, path: Path) -> LoadedModel:
         log.warning("--dtype %s is slow on a CPU: float32 (auto) is 2 to 20 times as fast", settings.dtype)
     own = path.stem if path.is_file() else path.resolve().name
     name = sorted(settings.alias)[0] if settings.alias else own.encode("utf-8", "replace").decode()  # answers are UTF-8
-    return load_model(path, dtype=settings.dtype, model_id=name, self_test=settings.self_test)
+    model = load_model(path, dtype=settings.dtype, model_id=name, self_test=settings.self_test)
+    _check_default_grammar(settings, model)
+    return model
+
+
+def _check_default_grammar(settings: Settings, model: LoadedModel) -> None:
+    """What no request could be answered with must not wait for the first request."""
+    for name, kind in (("--grammar", "grammar"), ("--json-schema", "json_schema")):
+        if text := getattr(settings, kind):
+            try:
+                model.grammars.compile(kind, text)
+            except ValueError as error:
+                raise ConfigError(f"{name}: failed to compile: {error}") from None
 
 
 def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:

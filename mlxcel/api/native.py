@@ -128,6 +128,7 @@ def effective_settings(generation: Generation, options: Options) -> Object:
         NEUTRAL_SETTINGS
         | sampling_settings(sampling)
         | {
+            "grammar": generation.grammar.text if generation.grammar else "",
             "stop": list(generation.stop),
             "max_tokens": limit,
             "n_predict": limit,

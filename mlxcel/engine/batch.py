@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
 from mlxcel.engine.decode import DecodeBatch
+from mlxcel.engine.grammar import Constraint, Grammar
 from mlxcel.engine.kv import KVSegment, leaves
 from mlxcel.engine.model import LoadedModel, make_cache
 from mlxcel.engine.sampling import greedy, make_processors, make_sampler, token_logprobs
@@ -50,6 +51,7 @@ class Start:
     prompt: array[int]
     sampling: Sampling
     top_logprobs: int | None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Engine:
         self._model = model
         self._caches: dict[int, list[Any]] = {}
         self._top_logprobs: dict[int, int] = {}
+        self._constraints: dict[int, Constraint] = {}
         self._batch: DecodeBatch | None = None
         self._alone: dict[int, DecodeBatch] = {}
 
@@ -192,6 +195,8 @@ class Engine:
         for start in starts:
             if start.top_logprobs is not None:
                 self._top_logprobs[start.id] = start.top_logprobs
+            if start.grammar is not None:
+                self._constraints[start.id] = self._model.grammars.constrain(start.grammar)
         if not self._model.proven.batches:
             for start in starts:
                 self._alone[start.id] = self._generation([start], self._take_cache(start.id))
@@ -211,6 +216,7 @@ class Engine:
         samplings = [start.sampling for start in starts]
         return DecodeBatch(
             asking=self._top_logprobs,
+            constraints=self._constraints,
             model=self._model.net,
             uids=[start.id for start in starts],
             inputs=mx.array([start.prompt[-1] for start in starts]),
@@ -257,6 +263,7 @@ class Engine:
             self._caches.pop(id, None)
             self._alone.pop(id, None)
             self._top_logprobs.pop(id, None)
+            self._constraints.pop(id, None)
         if self._batch is None or ids.isdisjoint(self._batch.uids):
             return
         keep = [i for i, uid in enumerate(self._batch.uids) if uid not in ids]

@@ -158,7 +158,7 @@ class Scheduler:
             raise ContextExceeded(n, self.bounds.n_ctx)
         if len(self._waiting) >= self.bounds.max_queue + max(self.bounds.num_slots - self.num_active, 0):
             raise Unavailable("all slots are busy and the queue is full, try again later", retry_after=2)
-        if generation.ignore_eos:
+        if generation.ignore_eos and generation.grammar is None:
             banned = tuple((token, float("-inf")) for token in sorted(self._tokenizer.eos_ids))
             sampling = replace(generation.sampling, logit_bias=generation.sampling.logit_bias + banned)
             generation = replace(generation, sampling=sampling)
@@ -313,7 +313,7 @@ class Scheduler:
         prefills = tuple(self._prefills())
         done = {p.id for p in prefills}
         starting = tuple(
-            Start(s.id, s.prompt, s.generation.sampling, s.generation.top_logprobs)
+            Start(s.id, s.prompt, s.generation.sampling, s.generation.top_logprobs, s.generation.grammar)
             for s in self._prefilling
             if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
         )
@@ -414,7 +414,8 @@ class Scheduler:
             sequence.first_token_at = now
             sequence.publish(Progress(sequence.num_prompt, sequence.num_prompt, sequence.num_cached))
         sequence.tokens.append(token)
-        if token in self._tokenizer.eos_ids and not sequence.generation.ignore_eos:
+        generation = sequence.generation
+        if token in self._tokenizer.eos_ids and (generation.grammar or not generation.ignore_eos):
             self._finish(sequence, "eos", now)
             return
         sequence.say(sequence.text.push(token), token, logprob)
