@@ -89,6 +89,20 @@ async def stats(request: web.Request) -> web.Response:
     return json_response(kv | totals | snapshots)
 
 
+async def recent(request: web.Request) -> web.Response:
+    """The last requests, and beside them what is in flight now."""
+    services = request.app[SERVICES]
+    scheduler = services.live.scheduler
+    return json_response(
+        {
+            "requests": services.recent.requests(),
+            "running": scheduler.num_active,
+            "waiting": scheduler.num_waiting,
+            "slots": scheduler.bounds.num_slots,
+        }
+    )
+
+
 async def reset(request: web.Request) -> web.Response:
     """Forget all stored KV. Sequences in flight keep what they adopted."""
     services = request.app[SERVICES]
