@@ -114,7 +114,10 @@ async def _render_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except web.RequestPayloadError:
         response = await _say(request, InvalidRequest("request body cannot be read"))
     except ConnectionError:
-        raise  # the client is gone; aiohttp closes what is left
+        stream = request.get(STREAM)
+        if stream is None or not stream.started:
+            raise
+        response = stream.response  # the client is gone, which is no error; aiohttp closes what is left
     except Exception:
         log.exception("unexpected failure of %s %s", request.method, request.rel_url.raw_path)
         response = await _say(request, ServerError("internal error; see the server's log"))

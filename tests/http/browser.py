@@ -30,6 +30,7 @@ NAMES = (
 )
 FLAGS = [
     "--headless=new",
+    "--no-sandbox",  # it needs namespaces that containers lack, and the only pages opened are ours
     "--remote-debugging-port=0",
     "--disable-gpu",
     "--disable-dev-shm-usage",
@@ -43,11 +44,15 @@ FLAGS = [
 PATIENCE = 30  # seconds for anything that must come soon
 
 
+def installed() -> str | None:
+    """The path of the first that is there."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
 def find_chromium() -> str:
     """Its path. Fails where `make browser` would bring it, skips where nothing can."""
-    for name in NAMES:
-        if found := shutil.which(name):
-            return found
+    if found := installed():
+        return found
     if os.environ.get("WITHOUT_BROWSER"):
         pytest.skip("Chromium is missing and `make browser` could not install it")
     if shutil.which("apt-get") and os.geteuid() == 0:
@@ -58,8 +63,7 @@ def find_chromium() -> str:
 @contextmanager
 def chromium(profile: Path) -> Iterator[str]:
     """A running browser's WebSocket address."""
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-    command = [find_chromium(), *FLAGS, *sandbox, f"--user-data-dir={profile}", "about:blank"]
+    command = [find_chromium(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = ""
@@ -114,7 +118,7 @@ class Page:
         return answer["result"]
 
     async def attach(self) -> None:
-        context = await self.call("Target.createBrowserContext")
+        context = await self.call("Target.createBrowserContext", disposeOnDetach=True)
         target = await self.call("Target.createTarget", url="about:blank", **context)
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
@@ -197,3 +201,7 @@ async def browsing(address: str) -> AsyncIterator[Page]:
             yield page
         finally:
             listening.cancel()
+
+
+if __name__ == "__main__":  # for `make browser`: whether there is one
+    raise SystemExit(installed() is None)
