@@ -2,6 +2,7 @@
 
 import re
 
+import orjson
 import pytest
 
 from mlxcel.api.page import add_page
@@ -145,6 +146,25 @@ async def test_a_conversation_is_answered_and_its_second_turn_moves_the_cache_nu
         assert f"{saved} of " in await page.evaluate("document.querySelectorAll('.facts')[1].textContent")
         memory = await page.evaluate("document.querySelector('[role=meter]').getAttribute('aria-valuenow')")
         assert int(memory) == server.services.store.nbytes
+        check_quiet(page, server)
+
+
+async def test_snapshots_have_their_own_meter_and_may_be_unknown_to_the_server(browser):
+    async with serving() as server, browsing(browser) as page:
+        await open_page(page, server)
+        await page.until(READY)
+        stats = (await server.get("/v1/cache/stats"))[1]
+        kept = {"entries": 3, "bytes": 2048, "lookups": 0}
+        snapshots = {"entries": 2, "bytes": 2048, "capacity_bytes": 4096, "lookups": 4, "hits": 3, "tokens_reused": 70}
+        with_snapshots = stats | kept | {f"snapshot_{name}": value for name, value in snapshots.items()}
+        without = {name: value for name, value in stats.items() if not name.startswith("snapshot_")}
+        drawn = "[showCache({}), document.querySelector('#cache-title').parentElement.innerText][1]"
+        text = await page.evaluate(drawn.format(orjson.dumps(with_snapshots).decode()))
+        assert "75 %" in text and "3 of 4 lookups" in text and "70" in text and "2 as snapshots" in text
+        assert "Memory of snapshots" in text and "2.0 KiB of 4.0 KiB" in text and "Memory of prefixes" not in text
+        text = await page.evaluate(drawn.format(orjson.dumps(without).decode()))
+        assert "no lookup yet" in text and "Memory of prefixes" in text and "snapshots" not in text
+        assert "NaN" not in text and "undefined" not in text
         check_quiet(page, server)
 
 
