@@ -88,6 +88,8 @@ class Page:
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._session: str | None = None
+        self._loaded: set[str] = set()
+        self._news = asyncio.Condition()
 
     async def listen(self) -> None:
         async for message in self._socket:
@@ -96,10 +98,14 @@ class Page:
                 self._answers.pop(event["id"]).set_result(event)
             else:
                 self._note(event["method"], event["params"])
+                async with self._news:
+                    self._news.notify_all()
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+        elif method == "Page.lifecycleEvent" and params["name"] == "load":
+            self._loaded.add(params["loaderId"])
         elif method == "Runtime.exceptionThrown":
             self.errors.append(str(params["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
@@ -124,12 +130,14 @@ class Page:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.call(f"{domain}.enable")
+        await self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     # --- what a person does
 
     async def open(self, address: str) -> None:
-        await self.call("Page.navigate", url=address)
-        await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        loader = (await self.call("Page.navigate", url=address))["loaderId"]
+        async with asyncio.timeout(PATIENCE), self._news:
+            await self._news.wait_for(lambda: loader in self._loaded)
 
     async def evaluate(self, expression: str) -> Any:
         answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
