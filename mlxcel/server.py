@@ -180,7 +180,7 @@ def _load_model(settings: Settings, path: Path) -> LoadedModel:
         log.warning("--dtype %s is slow on a CPU: float32 (auto) is 2 to 20 times as fast", settings.dtype)
     own = path.stem if path.is_file() else path.resolve().name
     name = sorted(settings.alias)[0] if settings.alias else own.encode("utf-8", "replace").decode()  # answers are UTF-8
-    return load_model(path, dtype=settings.dtype, model_id=name)
+    return load_model(path, dtype=settings.dtype, model_id=name, self_test=settings.self_test)
 
 
 def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:

@@ -258,7 +258,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                "tokens to generate when a request does not say; -1 is up to the end of the context", low=-2),
         _accepted("warmup", "pair", "--warmup / --no-warmup", "", True,
                   "run the model once before the first request, so that this one does not pay for compiling"),
-        _accepted("self_test", "bool", "--self-test / --no-self-test", "MLXCEL_SELF_TEST", True,
+        _works("self_test", "bool", "--self-test / --no-self-test", "MLXCEL_SELF_TEST", True,
                   "check at the start that caching and batching give the model's own results"),
         _accepted("kv_unified_per_slot", "int", "--kv-unified-per-slot", "LLAMA_ARG_KV_UNIFIED_PER_SLOT", None,
                   "most tokens a slot may take of a shared context", low=1),

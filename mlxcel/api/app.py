@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, llama, openai
+from mlxcel.api import admin, cache, cache_stats, llama, openai
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
 from mlxcel.api.page import PATHS as PAGE_PATHS
@@ -37,8 +37,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("GET", ("/health", "/v1/health"), admin.health),
     ("GET", ("/models", "/v1/models"), admin.models),
     ("GET", ("/metrics",), admin.metrics),
-    ("GET", ("/v1/cache/stats",), cache.stats),
-    ("GET", ("/v1/cache/recent",), cache.recent),
+    ("GET", ("/v1/cache/stats",), cache_stats.stats),
+    ("GET", ("/v1/cache/recent",), cache_stats.recent),
     ("POST", ("/v1/cache/reset",), cache.reset),
     ("POST", ("/v1/cache/explain",), cache.explain_miss),
     ("POST", ("/v1/cache/warm",), cache.warm),

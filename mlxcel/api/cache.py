@@ -78,31 +78,6 @@ def _read(services: Services, body: bytes) -> Ask:
     raise invalid("messages", "expected the body of a chat (messages) or of a completion (prompt)")
 
 
-async def stats(request: web.Request) -> web.Response:
-    """The store's numbers, then the snapshot store's; entries and bytes are of both."""
-    services = request.app[SERVICES]
-    kv, snapshots = services.store.stats(), services.snapshots.stats()
-    totals = {
-        "entries": services.store.num_entries + services.snapshots.num_entries,
-        "bytes": services.store.nbytes + services.snapshots.nbytes,
-    }
-    return json_response(kv | totals | snapshots)
-
-
-async def recent(request: web.Request) -> web.Response:
-    """The last requests, and beside them what is in flight now."""
-    services = request.app[SERVICES]
-    scheduler = services.live.scheduler
-    return json_response(
-        {
-            "requests": services.recent.requests(),
-            "running": scheduler.num_active,
-            "waiting": scheduler.num_waiting,
-            "slots": scheduler.bounds.num_slots,
-        }
-    )
-
-
 async def reset(request: web.Request) -> web.Response:
     """Forget all stored KV. Sequences in flight keep what they adopted."""
     services = request.app[SERVICES]

@@ -9,8 +9,10 @@ the tokens of what is stored are exactly those whose state was copied.
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from mlxcel.cache.entry import Entry
@@ -28,6 +30,8 @@ DONATE_EVERY = 256  # prompt tokens; fewer only when somebody waits for them
 
 class Reuse(Protocol):
     """What the scheduler asks. `now` is the scheduler's clock, in seconds."""
+
+    trace: Trace
 
     def adopt(self, sequence: Sequence, now: float) -> None: ...
 
@@ -50,11 +54,27 @@ class Reuse(Protocol):
     def forget(self, sequence: Sequence) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A sequence of `context_len` tokens got or left nothing; `common` tokens are those of the best candidate."""
+
+    reason: str
+    seq_id: int
+    context_len: int
+    common: int
+    at_unix_ms: int
+
+
 class Trace:
-    """One line for each decision of the prompt cache, at INFO with MLXCEL_APC_TRACE=1."""
+    """One line for each decision of the prompt cache, at INFO with MLXCEL_APC_TRACE=1, and the last rejection."""
 
     def __init__(self, loud: bool) -> None:
         self._level = logging.INFO if loud else logging.DEBUG
+        self.last_reject: Reject | None = None
+
+    def reject(self, reason: str, sequence: Sequence, context_len: int, common: int = 0) -> None:
+        self.last_reject = Reject(reason, sequence.id, context_len, common, int(time.time() * 1000))
+        self("reject", "reason=%s seq_id=%d context_len=%d", reason, sequence.id, common or context_len)
 
     def __call__(self, event: str, fields: str, *values: object) -> None:
         log.log(self._level, f"prompt-cache {event}: apc_event={event.split()[0]} {fields}", *values)
@@ -67,7 +87,7 @@ class KVReuse:
         self.store = store
         self._bytes_per_token = bytes_per_token
         self._regime = regime
-        self._say = trace
+        self.trace = trace
         self._adopting: dict[int, Hit] = {}
         self._entries: dict[int, Entry | None] = {}
 
@@ -80,11 +100,11 @@ class KVReuse:
         if isinstance(found, Miss):
             sequence.miss_reason = found.reason
             if found.reason is not MissReason.DISABLED:
-                self._say("reject", "reason=%s seq_id=%d context_len=%d", found.reason, sequence.id, found.common)
+                self.trace.reject(found.reason, sequence, sequence.num_prompt, found.common)
             return
         self._adopting[sequence.id] = found
         sequence.num_cached = sequence.num_prefilled = sequence.num_stored = found.length
-        self._say("adopt", "seq_id=%d matched_len=%d total_tokens=%d", sequence.id, found.length, sequence.num_prompt)
+        self.trace("adopt", "seq_id=%d matched_len=%d total_tokens=%d", sequence.id, found.length, sequence.num_prompt)
 
     def resume(self, warming: Sequence) -> None:
         """Plain KV needs no warming up: its prefixes are stored already."""
@@ -134,7 +154,7 @@ class KVReuse:
         if context is None or not sequence.storable or not sequence.tokens or not self._fits(length):
             return Retire(sequence.id)
         if context.rope_regime != self._regime(length):
-            self._say("reject", "reason=rope_regime_mismatch seq_id=%d context_len=%d", sequence.id, length)
+            self.trace.reject("rope_regime_mismatch", sequence, length)
             return Retire(sequence.id)
         return Retire(sequence.id, self.store.held(context, sequence.prompt + sequence.tokens), length)
 
@@ -153,7 +173,7 @@ class KVReuse:
         self._entries[sequence.id] = entry
         sequence.num_stored = len(tokens)
         if entry is not None:
-            self._say("store", "seq_id=%d matched_len=%d", sequence.id, len(tokens))
+            self.trace("store", "seq_id=%d matched_len=%d", sequence.id, len(tokens))
 
     def unrestored(self, sequence: Sequence, reason: str) -> None:
         """Plain KV that was found can always be put back."""
@@ -169,7 +189,7 @@ class SnapshotReuse:
     def __init__(self, store: SnapshotStore, boundaries: bool, trace: Trace) -> None:
         self.store = store
         self._boundaries = boundaries
-        self._say = trace
+        self.trace = trace
         self._restoring: dict[int, Lent] = {}
 
     def adopt(self, sequence: Sequence, now: float) -> None:
@@ -180,11 +200,11 @@ class SnapshotReuse:
         if isinstance(found, Miss):
             sequence.miss_reason = found.reason
             if found.reason is not MissReason.DISABLED:
-                self._say("reject", "reason=%s seq_id=%d context_len=%d", found.reason, sequence.id, found.common)
+                self.trace.reject(found.reason, sequence, sequence.num_prompt, found.common)
             return
         self._restoring[sequence.id] = found
         sequence.num_cached = sequence.num_prefilled = found.length
-        self._say(
+        self.trace(
             "adopt (snapshot)",
             "seq_id=%d matched_len=%d total_tokens=%d stored=%d",
             sequence.id,
@@ -250,11 +270,11 @@ class SnapshotReuse:
         if state is None:
             self._refuse(sequence, outcome.refused.get(sequence.id, "capture_failed"), len(tokens))
         elif self.store.insert(context, tokens, state, origin, now):
-            self._say("store (snapshot)", "seq_id=%d matched_len=%d origin=%s", sequence.id, len(tokens), origin)
+            self.trace("store (snapshot)", "seq_id=%d matched_len=%d origin=%s", sequence.id, len(tokens), origin)
 
     def _refuse(self, sequence: Sequence, reason: str, length: int) -> None:
         self.store.totals.refusals[reason] += 1
-        self._say("reject", "reason=%s seq_id=%d context_len=%d", reason, sequence.id, length)
+        self.trace.reject(reason, sequence, length)
 
     def unrestored(self, sequence: Sequence, reason: str) -> None:
         """The engine could not put the state back: the sequence starts cold, and the hit was none."""

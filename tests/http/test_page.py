@@ -165,6 +165,9 @@ async def test_snapshots_have_their_own_meter_and_may_be_unknown_to_the_server(b
         text = await page.evaluate(drawn.format(orjson.dumps(without).decode()))
         assert "no lookup yet" in text and "Memory of prefixes" in text and "snapshots" not in text
         assert "NaN" not in text and "undefined" not in text
+        for changes, told in (({"reuse": "none"}, "state cannot be stored"), ({"enabled": False}, "cache is off")):
+            assert told in await page.evaluate(drawn.format(orjson.dumps(stats | changes).decode()))
+        assert "every prompt is computed whole" not in await page.evaluate(drawn.format(orjson.dumps(stats).decode()))
         check_quiet(page, server)
 
 
