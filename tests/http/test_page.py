@@ -151,6 +151,7 @@ async def test_a_conversation_is_answered_and_its_second_turn_moves_the_cache_nu
 
 async def test_snapshots_have_their_own_meter_and_may_be_unknown_to_the_server(browser):
     async with serving() as server, browsing(browser) as page:
+        await page.resize(1280, 800)
         await open_page(page, server)
         await page.until(READY)
         stats = (await server.get("/v1/cache/stats"))[1]
