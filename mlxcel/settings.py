@@ -251,7 +251,7 @@ def _read_constraint(values: dict[str, Any], origins: Mapping[str, str]) -> None
     if values["json_schema"]:
         try:
             values["json_schema"] = json.dumps(json.loads(values["json_schema"]), ensure_ascii=False)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--json-schema: not JSON: {error}") from None
 
 

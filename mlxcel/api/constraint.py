@@ -24,11 +24,17 @@ class Constrain:
     field: str
 
 
+def refuse_two(fields: Fields) -> None:
+    """A chat that brings a grammar and a schema is a mistake in llama-server; elsewhere the grammar counts."""
+    if fields.raw("grammar") and fields.raw("json_schema") is not None:
+        raise invalid("json_schema", "cannot be combined with grammar")
+
+
 def read_constraint(fields: Fields, settings: Settings) -> Constrain | None:
-    """`grammar` beats `json_schema` as in llama-server; both together with response_format are a mistake."""
+    """`grammar` beats `json_schema` as in llama-server; response_format beside one of them is a mistake."""
     wanted = _response_format(fields)
     grammar, schema = fields.text("grammar", None), fields.raw("json_schema")
-    if wanted is not None and (grammar or schema):
+    if wanted is not None and (grammar or schema is not None):
         raise invalid("response_format", "cannot be combined with grammar or json_schema")
     if grammar:
         if len(grammar) > MAX_LENGTH:

@@ -25,6 +25,7 @@ from mlxcel.engine.model import LoadedModel, make_cache
 from mlxcel.engine.sampling import greedy, make_processors, make_sampler, token_logprobs
 from mlxcel.engine.sequence import Sampling, TokenLogprob
 from mlxcel.engine.snapshot import Refused, State, capture, restore, row_of
+from mlxcel.errors import InvalidRequest
 
 _NO_STOPS = StopSequences([])
 _UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
@@ -231,10 +232,22 @@ class Engine:
 
     def _decode(self, batch: DecodeBatch, outcome: Outcome) -> None:
         responses = batch.next()
+        outcome.failed |= self._stuck(batch)
+        self._forget(set(outcome.failed))
+        responses = [r for r in responses if r.uid not in outcome.failed]
         asked = [r for r in responses if r.uid in self._top_logprobs]
         rows = [(r.logprobs, r.token, min(self._top_logprobs[r.uid], self._model.vocab_size)) for r in asked]
         logprobs = dict(zip((r.uid for r in asked), token_logprobs(rows), strict=True)) if rows else {}
         outcome.tokens += [(r.uid, r.token, logprobs.get(r.uid)) for r in responses]
+
+    def _stuck(self, batch: DecodeBatch) -> dict[int, Exception]:
+        """Sequences whose grammar cannot be followed any further: their next token would be anything."""
+        constraints = {uid: self._constraints[uid] for uid in batch.uids if uid in self._constraints}
+        return {
+            uid: InvalidRequest(f"cannot be followed any further here: {reason}", param=constraint.kind)
+            for uid, constraint in constraints.items()
+            if (reason := constraint.error) is not None
+        }
 
     # --- leaving
 

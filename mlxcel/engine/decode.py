@@ -49,17 +49,17 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]
         return tokens, logprobs
 
     def _constrained(self, logits: mx.array, current: mx.array) -> mx.array:
-        """Logits of tokens that a row's grammar forbids become -inf. A mask needs the value of the token before it:
-        the forward pass is set going first, so that the masks cost no time of their own."""
+        """Logits of tokens that a row's grammar forbids become -inf; of those that it allows none stays -inf, so that
+        a token that a bias bans is still taken where the grammar leaves no other. A mask needs the value of the token
+        before it: the forward pass is set going first, and the masks are computed beside it."""
         if not any(uid in self._constraints for uid in self.uids):
             return logits
         mx.async_eval(logits)
-        allowed = np.ones(logits.shape, dtype=bool)
-        for row, token in enumerate(current.tolist()):
-            constraint = self._constraints.get(self.uids[row])
-            if constraint is not None:
-                allowed[row] = constraint.allowed_after(token)
-        return mx.where(mx.array(allowed), logits, -float("inf"))
+        allowed, least = np.ones(logits.shape, dtype=bool), np.full((len(self.uids), 1), -np.inf, dtype=np.float32)
+        for row, (uid, token) in enumerate(zip(self.uids, current.tolist(), strict=True)):
+            if (constraint := self._constraints.get(uid)) is not None:
+                allowed[row], least[row] = constraint.allowed_after(token), mx.finfo(logits.dtype).min
+        return mx.where(mx.array(allowed), mx.maximum(logits, mx.array(least, dtype=logits.dtype)), -float("inf"))
 
     def _processed(self, row: int, logits: mx.array, current: mx.array, contexts: list[mx.array]) -> mx.array:
         processors = self.logits_processors[row]

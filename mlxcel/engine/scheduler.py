@@ -263,7 +263,7 @@ class Scheduler:
         return await loop.run_in_executor(self._executor, self._engine.step, plan)
 
     def _watch(self, outcome: Outcome) -> None:
-        if outcome.failed:
+        if any(not isinstance(error, ServerError) for error in outcome.failed.values()):
             self._failed_steps += 1
         elif outcome.tokens:
             self._failed_steps = 0
@@ -468,14 +468,16 @@ class Scheduler:
         """This sequence's own failure; what it stored while prefilling stays, it is complete and right."""
         if sequence.state is State.FINISHED:
             return
-        log.error("sequence %d failed: %s", sequence.id, error, exc_info=error)
+        if not isinstance(error, ServerError):
+            log.error("sequence %d failed: %s", sequence.id, error, exc_info=error)
+            error = ServerError("the model failed on this request; see the server's log")
         self._running.pop(sequence.id, None)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.reuse.forget(sequence)
         sequence.state = State.FINISHED
         self.totals.failed += 1
-        sequence.publish(Failed(ServerError("the model failed on this request; see the server's log")))
+        sequence.publish(Failed(error))
 
     def _count(self, plan: Plan, outcome: Outcome) -> None:
         totals, tokens = self.totals, sum(len(p.tokens) for p in plan.prefills)

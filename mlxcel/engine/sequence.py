@@ -44,8 +44,8 @@ class Generation:
 
     `top_logprobs` None asks for no log-probabilities, 0 for the chosen token's alone. `cache` None means that
     the prompt cache is neither read nor written. `boundary` is how many prompt tokens are history that the next turn
-    will begin with; only models that are stored as snapshots need it. With a `grammar` the end token ends it even if
-    `ignore_eos` is set: where the grammar is complete nothing else may follow.
+    will begin with; only models that are stored as snapshots need it. With a `grammar` and `ignore_eos` it
+    ends where the grammar is complete and nothing else may follow.
     """
 
     prompt: array[int]

@@ -384,7 +384,6 @@ OBJECT = {"type": "object"}
         ({"grammar": 'root ::= "x"'}, "grammar", 'root ::= "x"'),
         ({"json_schema": OBJECT}, "json_schema", '{"type":"object"}'),
         ({"json_schema": {}}, "json_schema", "{}"),
-        ({"grammar": 'root ::= "x"', "json_schema": OBJECT}, "grammar", 'root ::= "x"'),
         ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
         ({"response_format": {"type": "json_object", "schema": {"type": "array"}}}, "json_schema", '{"type":"array"}'),
         (
@@ -414,6 +413,15 @@ def test_what_the_output_must_follow(dialect, fields, kind, text):
 )
 def test_a_form_that_cannot_be_meant_is_refused_by_name(dialect, fields, param):
     assert refusal(dialect, **fields).param == param
+
+
+@pytest.mark.parametrize("dialect", [d for d in PARSERS if d != "chat"])
+def test_of_a_grammar_and_a_schema_the_grammar_counts(dialect):
+    assert options(dialect, grammar='root ::= "x"', json_schema=OBJECT).constraint.kind == "grammar"
+
+
+def test_a_chat_brings_one_of_them():
+    assert refusal("chat", grammar='root ::= "x"', json_schema=OBJECT).param == "json_schema"
 
 
 @every_dialect
