@@ -158,7 +158,7 @@ class Scheduler:
             raise ContextExceeded(n, self.bounds.n_ctx)
         if len(self._waiting) >= self.bounds.max_queue + max(self.bounds.num_slots - self.num_active, 0):
             raise Unavailable("all slots are busy and the queue is full, try again later", retry_after=2)
-        if generation.ignore_eos and generation.grammar is None:
+        if generation.ignore_eos:
             banned = tuple((token, float("-inf")) for token in sorted(self._tokenizer.eos_ids))
             sampling = replace(generation.sampling, logit_bias=generation.sampling.logit_bias + banned)
             generation = replace(generation, sampling=sampling)
