@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mlxcel.engine.model import LoadedModel
     from mlxcel.engine.reuse import Reuse
     from mlxcel.engine.scheduler import Bounds, Scheduler
+    from mlxcel.engine.sequence import Finished, Sequence
     from mlxcel.engine.warmup import Warmups
 
 log = logging.getLogger(__name__)
@@ -136,12 +137,11 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
     from mlxcel.engine.batch import Engine
     from mlxcel.engine.memory import bytes_left
     from mlxcel.engine.scheduler import Scheduler
-    from mlxcel.engine.telemetry import Latencies, declare
+    from mlxcel.engine.telemetry import declare
 
     bounds = choose_bounds(settings, model)
     _size_stores(services, model, bounds, bytes_left())
     engine = Engine(model)
-    latencies = Latencies(services.metrics)
     scheduler = Scheduler(
         engine,
         pool,
@@ -149,7 +149,7 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
         model.tokenizer,
         bounds,
         warmups=choose_warmups(services, model),
-        on_finished=latencies.observe,
+        on_finished=on_finished(services),
     )
     declare(services.metrics, scheduler, services.store, services.snapshots)
     services.loaded = Live(model, scheduler, _template(settings, model))
@@ -247,6 +247,19 @@ def choose_warmups(services: Services, model: LoadedModel) -> Warmups | None:
     if model.reuse != "snapshots" or not services.snapshots.enabled or services.settings.disable_cache_warmup:
         return None
     return Warmups(services.snapshots)
+
+
+def on_finished(services: Services) -> Callable[[Sequence, Finished], None]:
+    """Who is told of each healthy end."""
+    from mlxcel.engine.telemetry import Latencies
+
+    latencies = Latencies(services.metrics)
+
+    def tell(sequence: Sequence, end: Finished) -> None:
+        latencies.observe(sequence, end)
+        services.recent.observe(sequence, end)
+
+    return tell
 
 
 def _template(settings: Settings, model: LoadedModel) -> ChatTemplate | None:

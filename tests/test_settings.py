@@ -432,8 +432,10 @@ def test_a_misspelt_flag_is_told_its_neighbour():
 
 
 def test_what_asks_for_the_default_is_not_called_without_effect():
-    settings = parse(["--jinja", "-fa", "auto", "--no-mmap"], {"LLAMA_ARG_NO_UI": "1", "LLAMA_ARG_THREADS": "-1"})
-    assert settings.without_effect() == ["--no-mmap", "LLAMA_ARG_NO_UI"]
+    settings = parse(
+        ["--jinja", "-fa", "auto", "--no-mmap"], {"LLAMA_ARG_NO_MMPROJ_AUTO": "1", "LLAMA_ARG_THREADS": "-1"}
+    )
+    assert settings.without_effect() == ["--no-mmap", "LLAMA_ARG_NO_MMPROJ_AUTO"]
 
 
 def test_secrets_are_in_no_log_line():
