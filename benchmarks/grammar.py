@@ -37,6 +37,8 @@ from mlxcel.engine.scheduler import Bounds, Scheduler
 from mlxcel.engine.sequence import Delta, Finished, Generation, Sampling
 from mlxcel.sources import find_model
 
+CUT = 400  # tokens of an answer to a random schema; a small model may like a number's digits for ever
+
 PERSON = {
     "type": "object",
     "properties": {
@@ -136,7 +138,7 @@ async def validate(scheduler: Scheduler, model: LoadedModel, num: int) -> None:
         tokens = model.tokenizer.encode(f"Answer with JSON: {json.dumps(wanted)}\n", add_special=True)
         grammar = model.grammars.compile("json_schema", json.dumps(wanted))
         text = ""
-        async for event in scheduler.submit(Generation(tokens, Sampling(seed=i), 1000, grammar=grammar)).events():
+        async for event in scheduler.submit(Generation(tokens, Sampling(seed=i), CUT, grammar=grammar)).events():
             if isinstance(event, Delta):
                 text += event.text
             elif isinstance(event, Finished) and event.stop_type == "limit":
@@ -146,7 +148,8 @@ async def validate(scheduler: Scheduler, model: LoadedModel, num: int) -> None:
 
     for at in range(0, num, 8):
         await asyncio.gather(*(one(at + i, wanted) for i, wanted in enumerate(schemas[at : at + 8])))
-    print(f"{num - cut} of {num} answers to random schemas validate, {cut} were cut at 1000 tokens")
+        print(f"  {min(at + 8, num)} of {num} schemas, {cut} cut", file=sys.stderr)
+    print(f"{num - cut} of {num} answers to random schemas validate, {cut} were cut at {CUT} tokens")
 
 
 async def measure(model: LoadedModel, pool: ThreadPoolExecutor, args: argparse.Namespace) -> None:
