@@ -99,6 +99,8 @@ def network(family: str, seed: int = 0, **changes: Any) -> Any:
     mx.random.seed(seed)  # before the default initialisation, or weights depend on what was built earlier
     net = model_class(args_class.from_dict(changed))
     net.load_weights(random_weights(net))
+    # Private constants too, which are no parameters: what is left lazy can only be computed in this thread.
+    mx.eval([value for module in net.modules() for value in module.values() if isinstance(value, mx.array)])
     mx.eval(net.parameters())
     return net
 
