@@ -1,21 +1,26 @@
-# `make run` and `make test` need Python 3.11 or newer and nothing else. Both are quick the second time.
+# `make run` and `make test` need Python 3.11 or newer and nothing else. Both are quick the second time. The web page is
+# tested in Chromium: `make test` installs Debian's package where it can, and leaves those tests out where it cannot.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+BROWSER = $(BIN)/python -m tests.http.browser || .ci/chromium
 
-.PHONY: run test lint models man clean
+.PHONY: run test lint browser models man clean
 
 run: $(VENV)/.installed
 	$(BIN)/mlxcel-server --demo --host 127.0.0.1 --port 8080 --metrics $(ARGS)
 
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest
+	@$(BROWSER) || export WITHOUT_BROWSER=1; $(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+browser: $(VENV)/.installed-test
+	@$(BROWSER)
 
 # Two minutes: runs every family that is in the table.
 models: $(VENV)/.installed-test

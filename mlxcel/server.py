@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mlxcel.engine.model import LoadedModel
     from mlxcel.engine.reuse import Reuse
     from mlxcel.engine.scheduler import Bounds, Scheduler
+    from mlxcel.engine.sequence import Finished, Sequence
     from mlxcel.engine.warmup import Warmups
 
 log = logging.getLogger(__name__)
@@ -136,12 +137,11 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
     from mlxcel.engine.batch import Engine
     from mlxcel.engine.memory import bytes_left
     from mlxcel.engine.scheduler import Scheduler
-    from mlxcel.engine.telemetry import Latencies, declare
+    from mlxcel.engine.telemetry import declare
 
     bounds = choose_bounds(settings, model)
     _size_stores(services, model, bounds, bytes_left())
     engine = Engine(model)
-    latencies = Latencies(services.metrics)
     scheduler = Scheduler(
         engine,
         pool,
@@ -149,7 +149,7 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
         model.tokenizer,
         bounds,
         warmups=choose_warmups(services, model),
-        on_finished=latencies.observe,
+        on_finished=on_finished(services),
     )
     declare(services.metrics, scheduler, services.store, services.snapshots)
     services.loaded = Live(model, scheduler, _template(settings, model))
@@ -180,7 +180,19 @@ def _load_model(settings: Settings, path: Path) -> LoadedModel:
         log.warning("--dtype %s is slow on a CPU: float32 (auto) is 2 to 20 times as fast", settings.dtype)
     own = path.stem if path.is_file() else path.resolve().name
     name = sorted(settings.alias)[0] if settings.alias else own.encode("utf-8", "replace").decode()  # answers are UTF-8
-    return load_model(path, dtype=settings.dtype, model_id=name, self_test=settings.self_test)
+    model = load_model(path, dtype=settings.dtype, model_id=name, self_test=settings.self_test)
+    _check_default_grammar(settings, model)
+    return model
+
+
+def _check_default_grammar(settings: Settings, model: LoadedModel) -> None:
+    """What no request could be answered with must not wait for the first request."""
+    for name, kind in (("--grammar", "grammar"), ("--json-schema", "json_schema")):
+        if text := getattr(settings, kind):
+            try:
+                model.grammars.compile(kind, text)
+            except ValueError as error:
+                raise ConfigError(f"{name}: failed to compile: {error}") from None
 
 
 def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
@@ -235,6 +247,19 @@ def choose_warmups(services: Services, model: LoadedModel) -> Warmups | None:
     if model.reuse != "snapshots" or not services.snapshots.enabled or services.settings.disable_cache_warmup:
         return None
     return Warmups(services.snapshots)
+
+
+def on_finished(services: Services) -> Callable[[Sequence, Finished], None]:
+    """Who is told of each healthy end."""
+    from mlxcel.engine.telemetry import Latencies
+
+    latencies = Latencies(services.metrics)
+
+    def tell(sequence: Sequence, end: Finished) -> None:
+        latencies.observe(sequence, end)
+        services.recent.observe(sequence, end)
+
+    return tell
 
 
 def _template(settings: Settings, model: LoadedModel) -> ChatTemplate | None:

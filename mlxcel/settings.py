@@ -9,6 +9,7 @@ ConfigError that names the flag or the variable.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,12 +230,33 @@ def _read_files(values: dict[str, Any], origins: Mapping[str, str]) -> None:
     for name in ("ssl_key_file", "ssl_cert_file"):
         if values[name]:
             _read(name, values, origins)
+    _read_constraint(values, origins)
     typed, from_file = (origins.get(name) == "command line" for name in ("chat_template", "chat_template_file"))
     if values["chat_template_file"] and (from_file or not typed):
         values["chat_template"] = _read("chat_template_file", values, origins)
     elif values["chat_template"] and "{" not in values["chat_template"]:
         source = _source("chat_template", origins)
         raise ConfigError(f"{source}: built-in templates are not known by name here, give the Jinja text")
+
+
+def _read_constraint(values: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """The grammar or schema that all replies follow, from its file if it is in one; a schema must be JSON."""
+    for name in ("grammar", "json_schema"):
+        if values[name + "_file"]:
+            if values[name]:
+                raise ConfigError(f"--{_flag(name)} and --{_flag(name)}-file cannot be combined")
+            values[name] = _read(name + "_file", values, origins)
+    if values["grammar"] and values["json_schema"]:
+        raise ConfigError("--grammar and --json-schema cannot be combined")
+    if values["json_schema"]:
+        try:
+            values["json_schema"] = json.dumps(json.loads(values["json_schema"]), ensure_ascii=False)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--json-schema: not JSON: {error}") from None
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _read(name: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -259,5 +281,7 @@ def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> No
     hosts = [host.strip() for host in values["host"].split(",")]
     if not all(hosts):
         raise ConfigError(f"{_source('host', origins)}: an address is empty")
+    if values["slot_save_path"] and not Path(values["slot_save_path"]).is_dir():
+        raise ConfigError(f"{_source('slot_save_path', origins)}: {values['slot_save_path']} is not a folder")
     if values["port"] == 0 and sum(not host.endswith(".sock") for host in hosts) > 1:
         raise ConfigError(f"{_source('port', origins)}: 0 cannot be had on several addresses at once")

@@ -26,6 +26,7 @@ LIBRARIES = {
     "mlx": {"engine", "server"},
     "mlx_lm": {"engine"},
     "gguf": {"engine"},
+    "llguidance": {"engine"},
     "aiohttp": {"api", "server"},
     "transformers": {"engine"},
     "tokenizers": {"engine"},
@@ -85,7 +86,7 @@ def test_help_version_and_a_bad_flag_do_not_pay_for_the_model_libraries(flags):
     code = (
         "import sys\nfrom mlxcel.__main__ import main\n"
         f"try:\n    main({flags!r})\nexcept SystemExit:\n    pass\n"
-        "heavy = {'mlx', 'mlx_lm', 'transformers', 'aiohttp', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'aiohttp', 'numpy', 'llguidance'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

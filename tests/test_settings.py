@@ -31,9 +31,15 @@ BAD = {
     "int": "7x", "float": "x", "json": "[", "bias": "x+1", "pair": "perhaps", "bool": "perhaps", "choice": "none!",
     "reuse": "x", "bytes": "2 apples", "tristate": "perhaps",
 }  # fmt: skip
-FILES = ("api_key_file", "chat_template_file", "chat_template", "api_prefix", "ssl_key_file", "ssl_cert_file")
+FILES = (
+    "api_key_file", "chat_template_file", "chat_template", "api_prefix", "ssl_key_file", "ssl_cert_file",
+    "grammar_file", "json_schema", "json_schema_file", "slot_save_path",
+)  # fmt: skip
 # Acted on by the parser itself, or by sources.py, which runs before there are settings for it.
-READ_ELSEWHERE = {"help", "version", "api_key_file", "chat_template_file", "cache_reuse", "escape", "cache_dir"}
+READ_ELSEWHERE = {
+    "help", "version", "api_key_file", "chat_template_file", "cache_reuse", "escape", "cache_dir",
+    "grammar_file", "json_schema_file",
+}  # fmt: skip
 ACCEPTED = [r for r in TABLE if r.effect in ("works", "accepted")]
 ROWS = [r for r in ACCEPTED if r.name not in FILES]
 
@@ -336,6 +342,36 @@ def test_a_file_named_by_a_variable_and_not_readable_names_the_variable(tmp_path
         parse([], {f"LLAMA_ARG_{name}": str(file)})
 
 
+def test_the_form_of_all_replies_is_typed_or_in_a_file(tmp_path):
+    grammar, schema = tmp_path / "g.gbnf", tmp_path / "s.json"
+    grammar.write_text('root ::= "é"')
+    schema.write_text('{"b": 1,\n"a": "é"}')
+    assert parse(["--grammar-file", str(grammar)], {}).grammar == 'root ::= "é"'
+    assert parse(["--json-schema", '{"b":1}'], {}).json_schema == '{"b": 1}'
+    for flag in ("--json-schema-file", "-jf"):
+        assert parse([flag, str(schema)], {}).json_schema == '{"b": 1, "a": "é"}'
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--grammar-file", "/no/such"], "--grammar-file: cannot read"),
+        (["--json-schema", "{"], "--json-schema: not JSON"),
+        (["--grammar", "x", "--grammar-file", "y"], "--grammar and --grammar-file cannot be combined"),
+        (["--grammar", "x", "--json-schema", "{}"], "--grammar and --json-schema cannot be combined"),
+    ],
+)
+def test_a_form_that_cannot_be_read_or_is_given_twice_is_refused_by_name(words, error):
+    with pytest.raises(ConfigError, match=f"^{error}"):
+        parse(words, {})
+
+
+def test_saved_slots_need_a_folder_that_exists(tmp_path):
+    assert parse(["--slot-save-path", str(tmp_path)], {}).slot_save_path == str(tmp_path)
+    with pytest.raises(ConfigError, match="^--slot-save-path: .* is not a folder"):
+        parse(["--slot-save-path", str(tmp_path / "none")], {})
+
+
 def test_https_needs_both_files(tmp_path):
     pem = tmp_path / "pem"
     pem.write_text("x")
@@ -402,8 +438,10 @@ def test_a_misspelt_flag_is_told_its_neighbour():
 
 
 def test_what_asks_for_the_default_is_not_called_without_effect():
-    settings = parse(["--jinja", "-fa", "auto", "--no-mmap"], {"LLAMA_ARG_NO_UI": "1", "LLAMA_ARG_THREADS": "-1"})
-    assert settings.without_effect() == ["--no-mmap", "LLAMA_ARG_NO_UI"]
+    settings = parse(
+        ["--jinja", "-fa", "auto", "--no-mmap"], {"LLAMA_ARG_NO_MMPROJ_AUTO": "1", "LLAMA_ARG_THREADS": "-1"}
+    )
+    assert settings.without_effect() == ["--no-mmap", "LLAMA_ARG_NO_MMPROJ_AUTO"]
 
 
 def test_secrets_are_in_no_log_line():

@@ -16,9 +16,11 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, llama, openai
+from mlxcel.api import admin, cache, cache_stats, llama, openai, slots
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
+from mlxcel.api.page import PATHS as PAGE_PATHS
+from mlxcel.api.page import add_page
 from mlxcel.api.services import SERVICES, Services
 from mlxcel.errors import BodyTooLarge, InvalidRequest, NotFound, ServerError, Unauthorized, Unavailable
 from mlxcel.settings import Settings
@@ -29,13 +31,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY = 64 << 20
 CLOSE_TIMEOUT = 2.0  # seconds for handlers to say their last word after the drain
-PUBLIC_PATHS = ("/health", "/v1/health", "/")
+PUBLIC_PATHS = ("/health", "/v1/health", *PAGE_PATHS)
 
 ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("GET", ("/health", "/v1/health"), admin.health),
     ("GET", ("/models", "/v1/models"), admin.models),
     ("GET", ("/metrics",), admin.metrics),
     ("GET", ("/v1/cache/stats",), cache_stats.stats),
+    ("GET", ("/v1/cache/recent",), cache_stats.recent),
     ("POST", ("/v1/cache/reset",), cache.reset),
     ("POST", ("/v1/cache/explain",), cache.explain_miss),
     ("POST", ("/v1/cache/warm",), cache.warm),
@@ -46,6 +49,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),
     ("GET", ("/props",), llama.props),
+    ("GET", ("/slots",), slots.list_slots),
+    ("POST", ("/slots/{id}",), slots.act),
 )
 
 
@@ -60,6 +65,7 @@ def build_app(services: Services) -> web.Application:
             app.router.add_route(method, services.settings.api_prefix + path, handler)
             if method == "GET":
                 app.router.add_route("HEAD", services.settings.api_prefix + path, handler)
+    add_page(app, services.settings)
     return app
 
 
@@ -110,7 +116,10 @@ async def _render_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except web.RequestPayloadError:
         response = await _say(request, InvalidRequest("request body cannot be read"))
     except ConnectionError:
-        raise  # the client is gone; aiohttp closes what is left
+        stream = request.get(STREAM)
+        if stream is None or not stream.started:
+            raise
+        response = stream.response  # the client is gone, which is no error; aiohttp closes what is left
     except Exception:
         log.exception("unexpected failure of %s %s", request.method, request.rel_url.raw_path)
         response = await _say(request, ServerError("internal error; see the server's log"))
@@ -152,9 +161,12 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await _say(request, Unavailable("the server is shutting down", retry_after=5))
         response.force_close()
         return response
-    if services.loaded is None:
-        raise Unavailable("Loading model")
     path = request.path.removeprefix(settings.api_prefix)
+    if services.loaded is None:
+        if settings.ui and path in PAGE_PATHS and isinstance(response := await handler(request), web.Response):
+            response.set_status(503)  # a probe's answer, and a browser's page that will say when the model is there
+            return response
+        raise Unavailable("Loading model")
     if settings.api_key and path not in PUBLIC_PATHS and not is_authorised(request.headers, settings.api_key):
         raise Unauthorized("Invalid API Key")
     if request.body_exists and request.match_info.http_exception is None:

@@ -1,4 +1,5 @@
-"""GET /v1/cache/stats: the numbers of both stores in one flat object, under the names that mlxcel's dashboards use.
+"""GET /v1/cache/stats: the numbers of both stores in one flat object, under the names that mlxcel's dashboards use;
+GET /v1/cache/recent: the last requests.
 
 Reasons are counted by the stores; here they are only summed up under the older, coarser `reject_*` names too.
 """
@@ -34,6 +35,20 @@ async def stats(request: web.Request) -> web.Response:
         | services.snapshots.stats()
         | _rejects(services)
         | _last_reject(live.scheduler.reuse.trace.last_reject if live else None)
+    )
+
+
+async def recent(request: web.Request) -> web.Response:
+    """The last requests, and beside them what is in flight now."""
+    services = request.app[SERVICES]
+    scheduler = services.live.scheduler
+    return json_response(
+        {
+            "requests": services.recent.requests(),
+            "running": scheduler.num_active,
+            "waiting": scheduler.num_waiting,
+            "slots": scheduler.bounds.num_slots,
+        }
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -126,13 +127,11 @@ def _submit(scheduler: Scheduler, generations: Sequence[Generation]) -> list[Run
     if len(generations) > room:
         raise invalid("n", f"{len(generations)} generations in one request are more than this server holds ({room})")
     sequences: list[Running] = []
-    try:
+    with ExitStack() as undo:
         for generation in generations:
             sequences.append(scheduler.submit(generation))
-    except BaseException:
-        for sequence in sequences:
-            scheduler.cancel(sequence)
-        raise
+            undo.callback(scheduler.cancel, sequences[-1])
+        undo.pop_all()
     return sequences
 
 

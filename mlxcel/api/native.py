@@ -90,7 +90,7 @@ class Native:
             "index": choice.index,
             "content": text,
             "tokens": tokens,
-            "id_slot": -1,
+            "id_slot": end.slot,
             "stop": True,
             "model": self._reply.model,
             "tokens_predicted": end.completion_tokens,
@@ -128,6 +128,7 @@ def effective_settings(generation: Generation, options: Options) -> Object:
         NEUTRAL_SETTINGS
         | sampling_settings(sampling)
         | {
+            "grammar": generation.grammar.text if generation.grammar else "",
             "stop": list(generation.stop),
             "max_tokens": limit,
             "n_predict": limit,

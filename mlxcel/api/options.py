@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxcel.api.constraint import Constrain, read_constraint
 from mlxcel.api.fields import Fields, invalid, kind_of
 from mlxcel.cache.key import ANONYMOUS
 from mlxcel.engine.sequence import Sampling
@@ -49,13 +50,11 @@ class Options:
     cache_prompt: bool
     session_key: str
     salt: str | None = field(repr=False)
+    constraint: Constrain | None
+    slot: int | None
 
 
 def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -> Options:
-    for name in ("grammar", "json_schema"):
-        if fields.raw(name):
-            raise invalid(name, "not supported yet")
-    _check_response_format(fields)
     default_max = settings.n_predict
     max_tokens = fields.integer("n_predict", "max_completion_tokens", "max_tokens", default=default_max, low=-1)
     stream_options = Fields(fields.mapping("stream_options", {}))
@@ -76,6 +75,8 @@ def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -
         cache_prompt=fields.boolean("cache_prompt", settings.cache_prompt),
         session_key=_key(fields, "prompt_cache_key") or _key(fields, "user") or ANONYMOUS,
         salt=_salt(fields, settings),
+        constraint=read_constraint(fields, settings),
+        slot=_slot(fields.raw("id_slot")),
     )
 
 
@@ -94,6 +95,11 @@ def read_sampling(fields: Fields, settings: Settings) -> Sampling:
         frequency_penalty=fields.number("frequency_penalty", settings.frequency_penalty, -1e3, 1e3),
         seed=_seed(fields.integer("seed", default=settings.seed)),
     )
+
+
+def _slot(value: Any) -> int | None:
+    """Read leniently, as llama-server does: anything but a number of a slot lets the server choose."""
+    return value if type(value) is int and value >= 0 else None
 
 
 def _seed(seed: int) -> int:
@@ -152,11 +158,3 @@ def _salt(fields: Fields, settings: Settings) -> str | None:
     if len(salt) > MAX_KEY_LENGTH:
         raise invalid("cache_salt", f"longer than {MAX_KEY_LENGTH} characters")
     return salt
-
-
-def _check_response_format(fields: Fields) -> None:
-    wanted = Fields(fields.mapping("response_format", {})).text("type", "text")
-    if wanted not in ("text", "json_object", "json_schema"):
-        raise invalid("response_format", "type must be text, json_object or json_schema")
-    if wanted != "text":
-        raise invalid("response_format", f"type {wanted} is not supported yet")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mlxcel.api.constraint import Constrain
 from mlxcel.api.conversation import Conversation
 from mlxcel.api.fields import invalid
 from mlxcel.api.options import Options
@@ -26,12 +27,14 @@ from mlxcel.prompt.signature import RAW_PROMPT_SIG, Signature, template_sig
 from mlxcel.prompt.template import ChatTemplate
 
 if TYPE_CHECKING:
+    from mlxcel.engine.grammar import Grammar
     from mlxcel.engine.tokenizer import Tokenizer
 
 
 T = TypeVar("T")
 
 LONG_BODY = 20_000  # bytes; tokenising as much takes some ten milliseconds
+SLOW_FIELDS = (b"grammar", b"json_schema", b"response_format")  # to compile one may take seconds
 
 
 async def off_loop(work: Callable[[Services, bytes], T], services: Services, body: bytes) -> T:
@@ -39,7 +42,7 @@ async def off_loop(work: Callable[[Services, bytes], T], services: Services, bod
 
     The tokenizer releases the GIL; what does not is still interrupted every few milliseconds.
     """
-    if len(body) < LONG_BODY:
+    if len(body) < LONG_BODY and not any(word in body for word in SLOW_FIELDS):
         return work(services, body)
     return await asyncio.to_thread(work, services, body)
 
@@ -173,6 +176,7 @@ def _generations(
     param: str,
 ) -> list[Generation]:
     tokenizer, bounds = services.live.model.tokenizer, services.live.scheduler.bounds
+    grammar = _grammar(services, options.constraint)
     sampling = replace(options.sampling, logit_bias=_logit_bias(tokenizer, options))
     generations = []
     for tokens, boundary in prompts:
@@ -189,9 +193,20 @@ def _generations(
                     top_logprobs=options.top_logprobs,
                     cache=own,
                     boundary=boundary,
+                    grammar=grammar,
+                    slot=options.slot,
                 )
             )
     return generations
+
+
+def _grammar(services: Services, wanted: Constrain | None) -> Grammar | None:
+    if wanted is None:
+        return None
+    try:
+        return services.live.model.grammars.compile(wanted.kind, wanted.text)
+    except ValueError as error:
+        raise invalid(wanted.field, f"failed to compile: {error}") from None
 
 
 def _check(tokens: array[int], vocab_size: int, param: str) -> None:

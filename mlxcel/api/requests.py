@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from mlxcel.api.constraint import refuse_two
 from mlxcel.api.conversation import Conversation, read_conversation
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.options import Options, read_options
@@ -41,6 +42,7 @@ class PromptRequest:
 def parse_chat(body: bytes, settings: Settings) -> ChatRequest:
     """POST /v1/chat/completions. Raises InvalidRequest."""
     fields = _fields(body)
+    refuse_two(fields)
     return ChatRequest(read_options(fields, settings, _chat_logprobs(fields)), read_conversation(fields, settings))
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
+from mlxcel.engine.recent import Recent
 from mlxcel.errors import Unavailable
 from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
@@ -40,6 +41,7 @@ class Services:
     store: Store
     snapshots: SnapshotStore
     metrics: Metrics
+    recent: Recent = field(default_factory=Recent)
     draining: bool = False
     num_refused: int = 0
     loaded: Live | None = None

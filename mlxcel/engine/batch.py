@@ -19,11 +19,13 @@ import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
 from mlxcel.engine.decode import DecodeBatch
+from mlxcel.engine.grammar import Constraint, Grammar
 from mlxcel.engine.kv import KVSegment, leaves
 from mlxcel.engine.model import LoadedModel, make_cache
 from mlxcel.engine.sampling import greedy, make_processors, make_sampler, token_logprobs
 from mlxcel.engine.sequence import Sampling, TokenLogprob
 from mlxcel.engine.snapshot import Refused, State, capture, restore, row_of
+from mlxcel.errors import InvalidRequest
 
 _NO_STOPS = StopSequences([])
 _UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
@@ -50,6 +52,7 @@ class Start:
     prompt: array[int]
     sampling: Sampling
     top_logprobs: int | None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class Engine:
         self._model = model
         self._caches: dict[int, list[Any]] = {}
         self._top_logprobs: dict[int, int] = {}
+        self._constraints: dict[int, Constraint] = {}
         self._batch: DecodeBatch | None = None
         self._alone: dict[int, DecodeBatch] = {}
 
@@ -192,6 +196,8 @@ class Engine:
         for start in starts:
             if start.top_logprobs is not None:
                 self._top_logprobs[start.id] = start.top_logprobs
+            if start.grammar is not None:
+                self._constraints[start.id] = self._model.grammars.constrain(start.grammar)
         if not self._model.proven.batches:
             for start in starts:
                 self._alone[start.id] = self._generation([start], self._take_cache(start.id))
@@ -211,6 +217,7 @@ class Engine:
         samplings = [start.sampling for start in starts]
         return DecodeBatch(
             asking=self._top_logprobs,
+            constraints=self._constraints,
             model=self._model.net,
             uids=[start.id for start in starts],
             inputs=mx.array([start.prompt[-1] for start in starts]),
@@ -225,10 +232,22 @@ class Engine:
 
     def _decode(self, batch: DecodeBatch, outcome: Outcome) -> None:
         responses = batch.next()
+        outcome.failed |= self._stuck(batch)
+        self._forget(set(outcome.failed))
+        responses = [r for r in responses if r.uid not in outcome.failed]
         asked = [r for r in responses if r.uid in self._top_logprobs]
         rows = [(r.logprobs, r.token, min(self._top_logprobs[r.uid], self._model.vocab_size)) for r in asked]
         logprobs = dict(zip((r.uid for r in asked), token_logprobs(rows), strict=True)) if rows else {}
         outcome.tokens += [(r.uid, r.token, logprobs.get(r.uid)) for r in responses]
+
+    def _stuck(self, batch: DecodeBatch) -> dict[int, Exception]:
+        """Sequences whose grammar cannot be followed any further: their next token would be anything."""
+        constraints = {uid: self._constraints[uid] for uid in batch.uids if uid in self._constraints}
+        return {
+            uid: InvalidRequest(f"cannot be followed any further here: {reason}", param=constraint.kind)
+            for uid, constraint in constraints.items()
+            if (reason := constraint.error) is not None
+        }
 
     # --- leaving
 
@@ -257,6 +276,7 @@ class Engine:
             self._caches.pop(id, None)
             self._alone.pop(id, None)
             self._top_logprobs.pop(id, None)
+            self._constraints.pop(id, None)
         if self._batch is None or ids.isdisjoint(self._batch.uids):
             return
         keep = [i for i, uid in enumerate(self._batch.uids) if uid not in ids]

@@ -2,23 +2,29 @@
 
 The library normalises every row of logits at every step (8 ms a step at batch 8 and 49k tokens on a CPU, 5 % of it).
 Sampling does not need that: greedy takes the largest logit and the filters compare. What is overridden is the one
-method that computes a step; merging, joining, leaving and the state they keep are the library's.
+method that computes a step, which also masks the rows that follow a grammar; merging, joining, leaving and the state
+they keep are the library's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import GenerationBatch
+
+from mlxcel.engine.grammar import Constraint
 
 
 class DecodeBatch(GenerationBatch):  # type: ignore[misc]
-    """`asking` holds the uids whose responses carry log-probabilities of shape (vocab,); the others' are None."""
+    """`asking` holds the uids whose responses carry log-probabilities of shape (vocab,); the others' are None.
+    `constraints` are those of the sequences whose output follows a grammar."""
 
-    def __init__(self, *, asking: Container[int], **fields: Any) -> None:
+    def __init__(self, *, asking: Container[int], constraints: Mapping[int, Constraint], **fields: Any) -> None:
         self._asking = asking
+        self._constraints = constraints
         self._next_tokens: Any = None
         self._next_logprobs: list[Any] = []
         super().__init__(**fields)
@@ -31,7 +37,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]
         if any(self.logits_processors):
             rows = [self._processed(row, logits[row : row + 1], current, contexts) for row in range(len(self.uids))]
             logits = mx.concatenate(rows, axis=0)
-        self._next_tokens = self._sampled(logits)
+        self._next_tokens = self._sampled(self._constrained(logits, current))
         self._next_logprobs = [
             _log_softmax(logits[row]) if uid in self._asking else None for row, uid in enumerate(self.uids)
         ]
@@ -41,6 +47,19 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]
         for known, token in zip(self.tokens, tokens, strict=True):
             known.append(token)
         return tokens, logprobs
+
+    def _constrained(self, logits: mx.array, current: mx.array) -> mx.array:
+        """Logits of tokens that a row's grammar forbids become -inf; of those that it allows none stays -inf, so that
+        a token that a bias bans is still taken where the grammar leaves no other. A mask needs the value of the token
+        before it: the forward pass is set going first, and the masks are computed beside it."""
+        if not any(uid in self._constraints for uid in self.uids):
+            return logits
+        mx.async_eval(logits)
+        allowed, least = np.ones(logits.shape, dtype=bool), np.full((len(self.uids), 1), -np.inf, dtype=np.float32)
+        for row, (uid, token) in enumerate(zip(self.uids, current.tolist(), strict=True)):
+            if (constraint := self._constraints.get(uid)) is not None:
+                allowed[row], least[row] = constraint.allowed_after(token), mx.finfo(logits.dtype).min
+        return mx.where(mx.array(allowed), mx.maximum(logits, mx.array(least, dtype=logits.dtype)), -float("inf"))
 
     def _processed(self, row: int, logits: mx.array, current: mx.array, contexts: list[mx.array]) -> mx.array:
         processors = self.logits_processors[row]

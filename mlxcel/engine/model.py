@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxcel.engine.cpu import is_cpu
+from mlxcel.engine.grammar import Grammars
 from mlxcel.engine.kv import Layout, layout_of
 from mlxcel.engine.snapshot import StateShape, shape_of
 from mlxcel.engine.tokenizer import Tokenizer
@@ -54,6 +55,10 @@ class LoadedModel:
     layout: Layout | None = None
     shape: StateShape | None = None
     proven: Proven = Proven()
+    grammars: Grammars = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", Grammars(self.tokenizer))
 
     @property
     def kind(self) -> str:

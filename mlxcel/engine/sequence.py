@@ -12,11 +12,14 @@ from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mlxcel.cache.key import CacheContext
 from mlxcel.errors import ServerError
 from mlxcel.text import TextStream
+
+if TYPE_CHECKING:
+    from mlxcel.engine.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class Generation:
 
     `top_logprobs` None asks for no log-probabilities, 0 for the chosen token's alone. `cache` None means that
     the prompt cache is neither read nor written. `boundary` is how many prompt tokens are history that the next turn
-    will begin with; only models that are stored as snapshots need it.
+    will begin with; only models that are stored as snapshots need it. With a `grammar` and `ignore_eos` it
+    ends where the grammar is complete and nothing else may follow.
     """
 
     prompt: array[int]
@@ -52,6 +56,8 @@ class Generation:
     top_logprobs: int | None = None
     cache: CacheContext | None = None
     boundary: int | None = None
+    grammar: Grammar | None = None
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Finished:
     truncated: bool
     prompt_ms: float
     predicted_ms: float
+    slot: int = -1
 
     @property
     def reason(self) -> Literal["stop", "length"]:
@@ -129,6 +136,7 @@ class Sequence:
     num_stored: int = 0
     storable: bool = False
     miss_reason: str | None = None
+    slot: int | None = None
     tokens: array[int] = field(default_factory=lambda: array("i"))
     cancelled: bool = False
     unsaid: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)

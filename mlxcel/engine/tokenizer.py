@@ -52,6 +52,16 @@ class Tokenizer:
             return bytes([int(text[3:5], 16)])
         return str(text).replace("\u2581", " ").encode()
 
+    def serialised(self) -> str | None:
+        """The tokenizer as the tokenizers library writes it (tokenizer.json); None when it is another kind."""
+        rust = getattr(self._backend, "backend_tokenizer", None)
+        return None if rust is None else str(rust.to_str())
+
+    @property
+    def num_known(self) -> int:
+        """Ids that the tokenizer knows, added ones included; the model's logits may be wider or narrower."""
+        return len(self._backend)
+
     def _is_byte_level(self) -> bool:
         rust = getattr(self._backend, "backend_tokenizer", None)
         return rust is not None and b'"ByteLevel"' in rust.decoder.__getstate__()

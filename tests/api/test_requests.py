@@ -372,22 +372,64 @@ def test_an_odd_prompt_is_refused(dialect, prompt):
     assert refusal(dialect, prompt=prompt).param == "prompt"
 
 
-# --- what is not there yet says so
+# --- the form of the output
+
+OBJECT = {"type": "object"}
 
 
 @every_dialect
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("fields", "kind", "text"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("response_format", {"type": "banana"}),
-        ("grammar", 'root ::= "x"'),
-        ("json_schema", {"type": "object"}),
+        ({"grammar": 'root ::= "x"'}, "grammar", 'root ::= "x"'),
+        ({"json_schema": OBJECT}, "json_schema", '{"type":"object"}'),
+        ({"json_schema": {}}, "json_schema", "{}"),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        ({"response_format": {"type": "json_object", "schema": {"type": "array"}}}, "json_schema", '{"type":"array"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": OBJECT}}},
+            "json_schema",
+            '{"type":"object"}',
+        ),
     ],
 )
-def test_constraints_that_would_not_be_kept_are_refused(dialect, field, value):
-    assert refusal(dialect, **{field: value}).param == field
+def test_what_the_output_must_follow(dialect, fields, kind, text):
+    constraint = options(dialect, **fields).constraint
+    assert (constraint.kind, constraint.text) == (kind, text)
+
+
+@every_dialect
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "banana"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "x"'}, "response_format"),
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"grammar": 5}, "grammar"),
+    ],
+)
+def test_a_form_that_cannot_be_meant_is_refused_by_name(dialect, fields, param):
+    assert refusal(dialect, **fields).param == param
+
+
+@pytest.mark.parametrize("dialect", [d for d in PARSERS if d != "chat"])
+def test_of_a_grammar_and_a_schema_the_grammar_counts(dialect):
+    assert options(dialect, grammar='root ::= "x"', json_schema=OBJECT).constraint.kind == "grammar"
+
+
+def test_a_chat_brings_one_of_them():
+    assert refusal("chat", grammar='root ::= "x"', json_schema=OBJECT).param == "json_schema"
+
+
+@every_dialect
+def test_the_servers_own_form_holds_unless_a_request_lifts_it(dialect):
+    server = settings(grammar='root ::= "x"')
+    assert options(dialect, server, stop=None).constraint.text == 'root ::= "x"'
+    assert options(dialect, server, json_schema=OBJECT).constraint.kind == "json_schema"
+    assert options(dialect, server, grammar="").constraint is None
 
 
 @pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 2)])

@@ -28,10 +28,10 @@ from mlxcel.engine.batch import Engine
 from mlxcel.engine.kv import Layout
 from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.scheduler import Bounds, Scheduler
-from mlxcel.engine.telemetry import Latencies, declare
+from mlxcel.engine.telemetry import declare
 from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
-from mlxcel.server import choose_reuse, choose_warmups
+from mlxcel.server import choose_reuse, choose_warmups, on_finished
 from tests.defaults import settings
 from tests.scripted import ScriptedEngine
 from tests.segments import BYTES_PER_TOKEN
@@ -189,11 +189,11 @@ def wire(
     pool = pool or ThreadPoolExecutor(1)
     store, snapshots = Store(limits or Limits()), SnapshotStore(SnapshotLimits())
     services = Services(settings(**{"metrics": True, "port": 0} | changes), store, snapshots, Metrics())
-    latencies = Latencies(services.metrics)
     wanted = Bounds(**BOUNDS | (bounds or {}))
     warmups = choose_warmups(services, model)
     reuse = choose_reuse(services, model, wanted)
-    scheduler = Scheduler(engine, pool, reuse, TOKENIZER, wanted, warmups=warmups, on_finished=latencies.observe)
+    told = on_finished(services)
+    scheduler = Scheduler(engine, pool, reuse, TOKENIZER, wanted, warmups=warmups, on_finished=told)
     declare(services.metrics, scheduler, store, snapshots)
     if loaded:
         services.loaded = Live(model, scheduler, ChatTemplate(template, {}) if template else None)

@@ -99,6 +99,18 @@ async def test_many_requests_given_up_at_odd_moments_leave_nothing_behind():
         assert totals.submitted == totals.completed + totals.cancelled + totals.failed
 
 
+async def test_a_client_that_leaves_is_no_error_in_the_log(caplog):
+    async with serving() as server:
+        for i in range(40):
+            reader, writer = await server.open(ROUTES[0], asking(ROUTES[0], "babble", stream=True))
+            for _ in range(i):
+                await reader.readuntil(b"\n\n")
+            writer.close()
+            await server.idle()
+        assert server.scheduler.totals.cancelled == 40
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 # --- clients that stop reading
 
 

@@ -57,7 +57,7 @@ async def test_legacy_completions_both_ways():
     [
         ({"temperature": "hot"}, openai.BadRequestError, "temperature"),
         ({"n": 0}, openai.BadRequestError, "n"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"response_format": {"type": "banana"}}, openai.BadRequestError, "response_format"),
     ],
 )
 async def test_refusals_arrive_as_the_sdks_exceptions_and_name_the_field(members, error, param):
