@@ -51,6 +51,13 @@ def test_both_guides_name_the_same_flags_and_variables():
     assert names(KOREAN) == names(ENGLISH)
 
 
+def test_the_korean_guide_has_every_field_metric_reason_and_log_line_of_the_english_one():
+    def literals(text):
+        return {" ".join(literal.split()) for literal in re.findall(r"`([^`]+)`", prose(text))}
+
+    assert literals(ENGLISH) <= literals(KOREAN)
+
+
 def test_both_guides_show_the_same_code():
     assert FENCED.findall(KOREAN) == FENCED.findall(ENGLISH)
 
