@@ -8,6 +8,7 @@ same beginning adopts it. A salted slot's file is taken back only by who brings 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import time
 from array import array
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from blake3 import blake3
 
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import json_response
@@ -152,7 +152,7 @@ def _told(context: CacheContext | None) -> dict[str, str | int | None]:
 
 
 def _salt_mark(salt: str | None) -> str | None:
-    return None if salt is None else str(blake3(b"slot", key=salt_key(salt)).hexdigest())
+    return None if salt is None else hashlib.blake2b(b"slot", key=salt_key(salt), digest_size=16).hexdigest()
 
 
 def _check_salt(salt: str | None, fields: Fields) -> None:
