@@ -12,7 +12,8 @@ TIMINGS = {
 }  # fmt: skip
 NATIVE = {
     "index", "content", "tokens", "id_slot", "stop", "model", "tokens_predicted", "tokens_evaluated",
-    "generation_settings", "prompt", "has_new_line", "truncated", "stop_type", "stopping_word", "tokens_cached", "timings",
+    "generation_settings", "prompt", "has_new_line", "truncated", "stop_type", "stopping_word", "tokens_cached",
+    "timings",
 }  # fmt: skip
 OPENAI = {"id", "object", "created", "model", "system_fingerprint", "choices", "usage", "timings"}
 
