@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,16 +48,20 @@ class BreakerIndex:
         whole = {token for token, _ in found}
         for split in range(1, len(wanted)):
             tail = self._tail(wanted[split:])
-            if tail is not None:
-                found |= {(token, tail) for token in self._ending_with(wanted[:split]) if token not in whole}
+            found |= {(token, tail) for token in self._ending_with(wanted[:split]) if token not in whole}
         return frozenset(found)
 
-    def _tail(self, rest: bytes) -> tuple[int, ...] | None:
-        """None where the text was split within a character, which no tokenizer takes."""
-        try:
-            return tuple(self._tokenizer.encode(rest.decode(), add_special=False)[:MAX_TAIL])
-        except UnicodeDecodeError:
-            return None
+    def _tail(self, rest: bytes) -> tuple[int, ...]:
+        """Its tokens. What is left of a character that the head began is no text: those bytes are tokens each."""
+        text = rest.lstrip(bytes(range(0x80, 0xC0)))
+        begun = [self._byte_tokens.get(bytes([byte]), -1) for byte in rest[: len(rest) - len(text)]]
+        return (*begun, *self._tokenizer.encode(text.decode(errors="ignore"), add_special=False))[:MAX_TAIL]
+
+    @cached_property
+    def _byte_tokens(self) -> dict[bytes, int]:
+        joined, starts = self._pieces
+        bounds = enumerate(pairwise(starts))
+        return {joined[begin:end]: token for token, (begin, end) in bounds if end - begin == 1}
 
     @cached_property
     def _pieces(self) -> tuple[bytes, list[int]]:

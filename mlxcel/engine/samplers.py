@@ -72,10 +72,10 @@ def top_n_sigma(logits: mx.array, n: float) -> mx.array:
 
 def xtc(logits: mx.array, threshold: float, min_keep: int) -> mx.array:
     """Without all but the last of those that are as likely as `threshold`, unless too few were left. Needs ranks."""
-    num_dropped = mx.sum(mx.softmax(logits, axis=-1) >= threshold, axis=-1, keepdims=True) - 1
-    num_left = mx.sum(logits > NOTHING, axis=-1, keepdims=True) - num_dropped
-    places = mx.arange(logits.shape[-1])
-    return _kept((places >= num_dropped) | (num_left < min_keep), logits)
+    left = logits > NOTHING
+    num_dropped = mx.sum(left & (mx.softmax(logits, axis=-1) >= threshold), axis=-1, keepdims=True) - 1
+    too_few = mx.sum(left, axis=-1, keepdims=True) - num_dropped < min_keep
+    return _kept((mx.arange(logits.shape[-1]) >= num_dropped) | too_few, logits)
 
 
 def temperature(logits: mx.array, degrees: float | mx.array) -> mx.array:
