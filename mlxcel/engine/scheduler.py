@@ -26,18 +26,21 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mlxcel.cache.key import CacheContext
 from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
 from mlxcel.engine.reuse import Reuse
 from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
+from mlxcel.engine.slots import Slots
 from mlxcel.engine.tokenizer import Tokenizer
 from mlxcel.engine.warmup import Warmups
 from mlxcel.errors import ContextExceeded, InvalidRequest, ServerError, Unavailable
 from mlxcel.text import TextStream
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MIN_CHUNK = 32  # below it reading the weights dominates: on a slow CPU 16 tokens take 140 ms, 32 take 190
 MAX_FAILED_STEPS = 8  # without a token in between: the engine is broken, let the service manager start a new one
@@ -117,6 +120,7 @@ class Scheduler:
         self.reuse = reuse
         self._warmups = warmups
         self._warming: Sequence | None = None
+        self.slots = Slots(bounds.num_slots)
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
@@ -209,6 +213,10 @@ class Scheduler:
             self._warming.cancelled = True
             self._wake.set()
 
+    async def on_engine(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done on the MLX thread between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
     # --- the loop
 
     async def run(self) -> None:
@@ -293,9 +301,11 @@ class Scheduler:
         for sequence in list(self._waiting):
             if self.num_active >= self.bounds.num_slots:
                 return
-            if self._is_coming(sequence):
+            slot = self.slots.choose(sequence.generation.slot)
+            if slot is None or self._is_coming(sequence):
                 continue
             self._waiting.remove(sequence)
+            self.slots.take(slot, sequence)
             self.reuse.adopt(sequence, self._clock())
             sequence.state = State.PREFILLING
             sequence.started_at = self._clock()
@@ -442,6 +452,7 @@ class Scheduler:
             truncated=stop_type == "limit" and (wanted is None or wanted > sequence.max_tokens),
             prompt_ms=(sequence.first_token_at - sequence.started_at) * 1000,
             predicted_ms=(now - sequence.first_token_at) * 1000,
+            slot=-1 if sequence.slot is None else sequence.slot,
         )
         self._retiring.append(sequence)
 
@@ -449,6 +460,7 @@ class Scheduler:
         if sequence not in self._retiring:
             return
         self._retiring.remove(sequence)
+        self.slots.release(sequence)
         self.reuse.retired(sequence, retire, outcome, now)
         end = self._ends.pop(sequence.id, None)
         if end is None:
@@ -475,6 +487,7 @@ class Scheduler:
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.reuse.forget(sequence)
+        self.slots.release(sequence)
         sequence.state = State.FINISHED
         self.totals.failed += 1
         sequence.publish(Failed(error))

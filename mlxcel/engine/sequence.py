@@ -127,6 +127,7 @@ class Generation:
     cache: CacheContext | None = None
     boundary: int | None = None
     grammar: Grammar | None = None
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class Finished:
     truncated: bool
     prompt_ms: float
     predicted_ms: float
+    slot: int = -1
 
     @property
     def reason(self) -> Literal["stop", "length"]:
@@ -204,6 +206,7 @@ class Sequence:
     num_stored: int = 0
     storable: bool = False
     miss_reason: str | None = None
+    slot: int | None = None
     tokens: array[int] = field(default_factory=lambda: array("i"))
     cancelled: bool = False
     unsaid: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
