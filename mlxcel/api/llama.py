@@ -11,9 +11,9 @@ from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import Asked, answer, json_response
 from mlxcel.api.native import NEUTRAL_SETTINGS, Native, sampling_settings
 from mlxcel.api.openai import new_reply
-from mlxcel.api.options import read_sampling
 from mlxcel.api.prepare import chat_template, off_loop, prepare_prompts, render, tokenise
 from mlxcel.api.requests import parse_conversation, parse_native, parse_prompt
+from mlxcel.api.sampling import read_sampling
 from mlxcel.api.services import SERVICES, Services
 
 

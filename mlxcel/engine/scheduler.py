@@ -323,7 +323,7 @@ class Scheduler:
         prefills = tuple(self._prefills())
         done = {p.id for p in prefills}
         starting = tuple(
-            Start(s.id, s.prompt, s.generation.sampling, s.generation.top_logprobs, s.generation.grammar)
+            Start.of(s.id, s.generation)
             for s in self._prefilling
             if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
         )
