@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, llama, openai, slots
+from mlxcel.api import admin, cache, cache_stats, llama, openai, slots, unsupported
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
 from mlxcel.api.page import PATHS as PAGE_PATHS
@@ -51,6 +51,11 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("GET", ("/props",), llama.props),
     ("GET", ("/slots",), slots.list_slots),
     ("POST", ("/slots/{id}",), slots.act),
+    ("POST", ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), unsupported.rerank),
+    ("POST", ("/audio/transcriptions", "/v1/audio/transcriptions"), unsupported.transcribe),
+    ("POST", ("/v1/systemone",), unsupported.decide),
+    ("GET", ("/tools", "/cors-proxy"), unsupported.disabled),
+    ("POST", ("/tools", "/cors-proxy"), unsupported.disabled),
 )
 
 
