@@ -9,8 +9,8 @@ from aiohttp import web
 from mlxcel import __version__
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import Asked, answer, json_response
-from mlxcel.api.native import NEUTRAL_SETTINGS, Native, sampling_settings
-from mlxcel.api.openai import new_reply
+from mlxcel.api.native import NEUTRAL_SETTINGS, sampling_settings
+from mlxcel.api.openai import new_native, new_reply
 from mlxcel.api.options import read_sampling
 from mlxcel.api.prepare import chat_template, off_loop, prepare_prompts, render, tokenise
 from mlxcel.api.requests import parse_conversation, parse_native, parse_prompt
@@ -24,9 +24,7 @@ async def completion(request: web.Request) -> web.StreamResponse:
 def _completion(services: Services, body: bytes) -> Asked:
     parsed = parse_native(body, services.settings)
     generations = prepare_prompts(services, parsed)
-    tokenizer = services.live.model.tokenizer
-    prompts = [tokenizer.decode_special(generation.prompt) for generation in generations]
-    return Asked(parsed.options, generations, Native(new_reply(services, parsed.options), generations, prompts))
+    return Asked(parsed.options, generations, new_native(services, new_reply(services, parsed.options), generations))
 
 
 async def tokenize(request: web.Request) -> web.Response:

@@ -45,7 +45,8 @@ class Generation:
     `top_logprobs` None asks for no log-probabilities, 0 for the chosen token's alone. `cache` None means that
     the prompt cache is neither read nor written. `boundary` is how many prompt tokens are history that the next turn
     will begin with; only models that are stored as snapshots need it. With a `grammar` and `ignore_eos` it
-    ends where the grammar is complete and nothing else may follow.
+    ends where the grammar is complete and nothing else may follow. It also ends before a line that is indented by less
+    than `least_indent`, and with the first line that is complete `max_ms` (0: never) after the first token.
     """
 
     prompt: array[int]
@@ -58,6 +59,8 @@ class Generation:
     boundary: int | None = None
     grammar: Grammar | None = None
     slot: int | None = None
+    least_indent: int = 0
+    max_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
