@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from mlxcel import __version__
-from mlxcel.api import cache, slots, unsupported
+from mlxcel.api import cache, props, slots, unsupported
 from mlxcel.api.app import MAX_BODY, ROUTES
 from tests.http.serving import asking, encode, serving
 
@@ -185,7 +185,7 @@ async def test_a_prefix_stands_before_every_route_and_health_stays_public():
         assert (await server.get("/v1/models", headers=headers))[0] == 404
 
 
-NOT_READING = {cache.reset, slots.act, *(f for f in vars(unsupported).values() if callable(f))}
+NOT_READING = {cache.reset, props.change, slots.act, *(f for f in vars(unsupported).values() if callable(f))}
 READING = [path for method, paths, do in ROUTES if method == "POST" and do not in NOT_READING for path in paths]
 
 
@@ -250,25 +250,6 @@ async def test_several_addresses_and_a_unix_socket_are_listened_on_at_once(tmp_p
 
 
 # --- plain routes
-
-
-async def test_models_in_the_shapes_of_openai_and_ollama():
-    async with serving(bounds={"n_ctx": 512}) as server:
-        status, body = await server.get("/v1/models")
-        assert status == 200 and body == (await server.get("/models"))[1] | {"data": body["data"]}
-        model = body["data"][0]
-        assert (body["object"], model["id"], model["object"]) == ("list", "tiny", "model")
-        assert model["meta"]["n_ctx"] == 512 and model["meta"]["n_vocab"] == 320
-        assert body["models"][0]["name"] == "tiny"
-
-
-async def test_props_tell_the_model_the_slots_and_the_defaults():
-    async with serving(temperature=0.3) as server:
-        _, body = await server.get("/props")
-        assert body["default_generation_settings"]["params"]["temperature"] == 0.3
-        assert (body["total_slots"], body["model_alias"]) == (4, "tiny")
-        assert body["chat_template"] == server.services.live.template.source
-        assert body["eos_token"] == "<|im_end|>"
 
 
 async def test_metrics_are_off_unless_asked_for_and_say_how():
