@@ -603,7 +603,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _removed("spec_ngram_min_hits", "str", "--spec-ngram-min-hits", "", None, "--spec-ngram-simple-min-hits"),
     ),
     "Other modes and media": (
-        _refused("embeddings", "switch", "--embedding --embeddings", "LLAMA_ARG_EMBEDDINGS", False, "serve embeddings"),
+        _works("embeddings", "switch", "--embedding --embeddings", "LLAMA_ARG_EMBEDDINGS", False,
+               "serve embeddings of the model's hidden states at /embedding, /embeddings and /v1/embeddings"),
         _refused("reranking", "switch", "--rerank --reranking", "LLAMA_ARG_RERANKING", False, "serve reranking"),
         _refused("models_dir", "str", "--models-dir", "LLAMA_ARG_MODELS_DIR", None, "serve a folder of models", "DIR"),
         _refused("models_preset", "str", "--models-preset", "LLAMA_ARG_MODELS_PRESET", None, "serve models of a list",
@@ -611,9 +612,13 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _accepted("models_max", "int", "--models-max", "LLAMA_ARG_MODELS_MAX", 4, "models loaded at once", low=0),
         _accepted("models_autoload", "pair", "--models-autoload / --no-models-autoload", "LLAMA_ARG_MODELS_AUTOLOAD",
                   True, "load models when asked for"),
-        _accepted("pooling", "choice", "--pooling", "LLAMA_ARG_POOLING", None, "pooling of embeddings",
-                  choices="none mean cls last rank"),
-        _accepted("embd_normalize", "int", "--embd-normalize", "", 2, "normalisation of embeddings", low=-1),
+        _works("pooling", "choice", "--pooling", "LLAMA_ARG_POOLING", None,
+               "how the states of all tokens become one embedding: their mean, the first (cls) or the last one; none "
+               "gives one for each token, on the native routes only", shown="the model's, else mean",
+               choices="none mean cls last"),
+        _works("embd_normalize", "int", "--embd-normalize", "", 2,
+               "length that an embedding is scaled to: -1 leaves it alone, 0 makes its largest number 32760, 1 is the "
+               "taxicab norm, 2 the Euclidean one, more the p-norm", low=-1, high=100),
         _accepted("spm_infill", "switch", "--spm-infill", "", False, "order of the parts of /infill"),
         _accepted("ui_config", "str", "--ui-config --webui-config", "LLAMA_ARG_UI_CONFIG", None,
                   "settings of the web page", "JSON"),

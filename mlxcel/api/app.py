@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, llama, openai
+from mlxcel.api import admin, cache, cache_stats, embeddings, llama, openai
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
 from mlxcel.api.page import PATHS as PAGE_PATHS
@@ -45,6 +45,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/chat/completions", "/v1/chat/completions"), openai.chat),
     ("POST", ("/v1/completions",), openai.completions),
     ("POST", ("/completion", "/completions"), llama.completion),
+    ("POST", ("/embedding", "/embeddings"), embeddings.native),
+    ("POST", ("/v1/embeddings",), embeddings.openai),
     ("POST", ("/tokenize",), llama.tokenize),
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),

@@ -26,16 +26,19 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mlxcel.cache.key import CacheContext
 from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.reuse import Reuse
 from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
 from mlxcel.engine.tokenizer import Tokenizer
 from mlxcel.engine.warmup import Warmups
 from mlxcel.errors import ContextExceeded, InvalidRequest, ServerError, Unavailable
 from mlxcel.text import TextStream
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class StepEngine(Protocol):
     """What the scheduler needs of engine.batch.Engine."""
 
     def step(self, plan: Plan) -> Outcome: ...
+
+    def lend(self, work: Callable[[LoadedModel], T]) -> T: ...
 
     def release(self) -> None: ...
 
@@ -177,6 +182,12 @@ class Scheduler:
         if sequence.state is not State.FINISHED:
             sequence.cancelled = True
             self._wake.set()
+
+    async def on_engine(self, work: Callable[[LoadedModel], T]) -> T:
+        """Do something else with the model, between two steps. Raises Unavailable once the engine is to stop."""
+        if self._drained.is_set():
+            raise Unavailable("the server is shutting down", retry_after=5)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.lend, work)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new work, let what is there finish for `timeout` seconds, then fail the rest."""
