@@ -23,11 +23,12 @@ from aiohttp import web
 
 from mlxcel import __version__
 from mlxcel.api.app import build_app, start_site
+from mlxcel.api.listen import urls
 from mlxcel.api.services import Live, Services
 from mlxcel.cache.limits import Limits, SnapshotLimits, choose_limits, choose_snapshot_limits
 from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
-from mlxcel.errors import ConfigError, StartError
+from mlxcel.errors import ConfigError
 from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
 from mlxcel.settings import Settings
@@ -101,15 +102,9 @@ def _catch_signals() -> asyncio.Event:
 
 
 async def _listen(services: Services) -> web.AppRunner:
-    settings = services.settings
-    try:
-        runner = await start_site(build_app(services), settings)
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        raise StartError(f"cannot listen on {where}: {error.strerror or error}") from None
-    for address in runner.addresses:
-        shown = address if isinstance(address, str) else f"http://{address[0]}:{address[1]}"
-        log.info("listening on %s, loading the model", shown)
+    runner = await start_site(build_app(services), services.settings)
+    for url in urls(runner, services.settings):
+        log.info("listening on %s, loading the model", url)
     return runner
 
 
