@@ -149,6 +149,11 @@ class Scheduler:
         """Sequences that hold a slot."""
         return len(self._prefilling) + len(self._running) + len(self._retiring)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or is to be computed ahead."""
+        return not (self._waiting or self.num_active or self._warming or self._warmups)
+
     def active(self) -> list[Sequence]:
         return [*self._prefilling, *self._running.values(), *self._retiring]
 
