@@ -307,6 +307,7 @@ async def _sleep_when_idle(services: Services, parts: Parts, pool: ThreadPoolExe
     def forget() -> None:
         services.store.reset()
         services.snapshots.reset()
+        parts.scheduler.slots.forget()
 
     if (seconds := services.settings.sleep_idle_seconds) > 0:
         await sleep_when_idle(parts.engine, parts.scheduler, pool, seconds, forget)

@@ -285,5 +285,7 @@ def _check_together(values: Mapping[str, Any], origins: Mapping[str, str]) -> No
     hosts = [host.strip() for host in values["host"].split(",")]
     if not all(hosts):
         raise ConfigError(f"{_source('host', origins)}: an address is empty")
+    if values["slot_save_path"] and not Path(values["slot_save_path"]).is_dir():
+        raise ConfigError(f"{_source('slot_save_path', origins)}: {values['slot_save_path']} is not a folder")
     if values["port"] == 0 and sum(not host.endswith(".sock") for host in hosts) > 1:
         raise ConfigError(f"{_source('port', origins)}: 0 cannot be had on several addresses at once")

@@ -199,9 +199,11 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _works("metrics", "switch", "--metrics", "LLAMA_ARG_ENDPOINT_METRICS", False,
                "serve Prometheus metrics at /metrics"),
         _accepted("props", "switch", "--props", "LLAMA_ARG_ENDPOINT_PROPS", False, "allow POST /props"),
-        _accepted("slots", "pair", "--slots / --no-slots", "LLAMA_ARG_ENDPOINT_SLOTS", True, "serve /slots"),
-        _accepted("slot_save_path", "str", "--slot-save-path", "LLAMA_ARG_SLOT_SAVE_PATH", None,
-                  "folder for saved slots", "DIR"),
+        _works("slots", "pair", "--slots / --no-slots", "LLAMA_ARG_ENDPOINT_SLOTS", True,
+               "serve /slots, which shows what each slot is doing"),
+        _works("slot_save_path", "str", "--slot-save-path", "LLAMA_ARG_SLOT_SAVE_PATH", None,
+               "folder that POST /slots/ID?action=save writes the KV of conversations to and restore takes it from",
+               "DIR"),
         _works("sleep_idle_seconds", "int", "--sleep-idle-seconds", "", -1,
                "after so many seconds without a request unload the model and forget what is stored; the next request "
                "loads it again and waits for it. Health, model, property and metrics routes neither wake it nor "

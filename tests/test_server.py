@@ -146,12 +146,24 @@ def test_a_port_in_use_is_said_in_one_line_before_anything_is_loaded(tmp_path, m
         (["-m", "/no/such/model.gguf"], 1, "no such file"),
         (["-m", "MODEL", "--ctx-size", "4", "--parallel", "4", "--no-kv-unified"], 2, "--ctx-size"),
         (["-m", "MODEL", "--chat-template", "{% if %}"], 2, "chat template"),
+        (["-m", "MODEL", "--grammar", "root ::= x"], 2, "--grammar: failed to compile: line 1"),
+        (["-m", "MODEL", "--json-schema", '{"type": "banana"}'], 2, "--json-schema: failed to compile: "),
         (["-m", "MODEL", "--ctx-size", "4", "--kv-unified-per-slot", "1"], 2, "--kv-unified-per-slot"),
         (["-m", "MODEL", "--sleep-idle-seconds", "0"], 2, "--sleep-idle-seconds"),
         (["-m", "MODEL", "--ssl-key-file", "FILE", "--ssl-cert-file", "FILE"], 1, "--ssl-cert-file: "),
         ([], 2, "-m PATH"),
     ],
-    ids=["no model", "no context", "bad template", "no slot", "no wakefulness", "bad TLS", "nothing to serve"],
+    ids=[
+        "no model",
+        "no context",
+        "bad template",
+        "bad grammar",
+        "bad schema",
+        "no slot",
+        "no wakefulness",
+        "bad TLS",
+        "none",
+    ],
 )
 def test_what_cannot_be_served_ends_with_one_line_and_its_status(tmp_path, model, flags, status, message):
     (tmp_path / "file").write_text("not PEM")

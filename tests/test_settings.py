@@ -33,7 +33,7 @@ BAD = {
 }  # fmt: skip
 FILES = (
     "api_key_file", "chat_template_file", "chat_template", "api_prefix", "ssl_key_file", "ssl_cert_file",
-    "grammar_file", "json_schema", "json_schema_file",
+    "grammar_file", "json_schema", "json_schema_file", "slot_save_path",
 )  # fmt: skip
 # Acted on by the parser itself, or by sources.py, which runs before there are settings for it.
 READ_ELSEWHERE = {
@@ -364,6 +364,12 @@ def test_the_form_of_all_replies_is_typed_or_in_a_file(tmp_path):
 def test_a_form_that_cannot_be_read_or_is_given_twice_is_refused_by_name(words, error):
     with pytest.raises(ConfigError, match=f"^{error}"):
         parse(words, {})
+
+
+def test_saved_slots_need_a_folder_that_exists(tmp_path):
+    assert parse(["--slot-save-path", str(tmp_path)], {}).slot_save_path == str(tmp_path)
+    with pytest.raises(ConfigError, match="^--slot-save-path: .* is not a folder"):
+        parse(["--slot-save-path", str(tmp_path / "none")], {})
 
 
 def test_https_needs_both_files(tmp_path):

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, embeddings, llama, openai
+from mlxcel.api import admin, cache, cache_stats, embeddings, llama, openai, slots
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
 from mlxcel.api.listen import sites
@@ -51,6 +51,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),
     ("GET", ("/props",), llama.props),
+    ("GET", ("/slots",), slots.list_slots),
+    ("POST", ("/slots/{id}",), slots.act),
 )
 
 

@@ -114,7 +114,7 @@ async def _embed(services: Services, tokens: array[int], pooling: Pooling, kind:
 
     scheduler = services.live.scheduler
     embedding = Embedding(tokens, pooling, scheduler.bounds.chunk)
-    while not await scheduler.on_engine(embedding.step):
+    while not await scheduler.on_model(embedding.step):
         pass
     return embedding.vectors if pooling == "none" else [normalised(v, kind) for v in embedding.vectors]
 

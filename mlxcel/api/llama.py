@@ -89,7 +89,7 @@ async def props(request: web.Request) -> web.Response:
             "model_path": live.model.path,
             "model_ftype": live.model.dtype,
             "modalities": {"vision": False, "video": False, "audio": False},
-            "endpoint_slots": False,
+            "endpoint_slots": settings.slots,
             "endpoint_props": False,
             "endpoint_metrics": settings.metrics,
             "chat_template": live.template.source if live.template else "",

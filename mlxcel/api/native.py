@@ -90,7 +90,7 @@ class Native:
             "index": choice.index,
             "content": text,
             "tokens": tokens,
-            "id_slot": -1,
+            "id_slot": end.slot,
             "stop": True,
             "model": self._reply.model,
             "tokens_predicted": end.completion_tokens,

@@ -51,6 +51,7 @@ class Options:
     session_key: str
     salt: str | None = field(repr=False)
     constraint: Constrain | None
+    slot: int | None
 
 
 def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -> Options:
@@ -75,6 +76,7 @@ def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -
         session_key=_key(fields, "prompt_cache_key") or _key(fields, "user") or ANONYMOUS,
         salt=_salt(fields, settings),
         constraint=read_constraint(fields, settings),
+        slot=_slot(fields.raw("id_slot")),
     )
 
 
@@ -93,6 +95,11 @@ def read_sampling(fields: Fields, settings: Settings) -> Sampling:
         frequency_penalty=fields.number("frequency_penalty", settings.frequency_penalty, -1e3, 1e3),
         seed=_seed(fields.integer("seed", default=settings.seed)),
     )
+
+
+def _slot(value: Any) -> int | None:
+    """Read leniently, as llama-server does: anything but a number of a slot lets the server choose."""
+    return value if type(value) is int and value >= 0 else None
 
 
 def _seed(seed: int) -> int:

@@ -194,6 +194,7 @@ def _generations(
                     cache=own,
                     boundary=boundary,
                     grammar=grammar,
+                    slot=options.slot,
                 )
             )
     return generations

@@ -8,6 +8,7 @@ milliseconds, or seconds for what is hostile, so it belongs off the event loop; 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ class Grammars:
         first = matcher.deep_copy()
         first.compute_bitmask()  # some that match nothing say so only here
         if first.is_error():
-            raise BadGrammar(first.get_error())
+            raise BadGrammar(_of_translation(first.get_error()) if kind == "grammar" else first.get_error())
         return Grammar(kind, text, matcher)
 
     def _with_deep_stack(self, work: Callable[[], LLMatcher]) -> LLMatcher:
@@ -127,6 +128,11 @@ def _lark(text: str) -> str:
         return str(LLMatcher.grammar_from_lark(gbnf.to_lark(text)))
     except gbnf.BadNotation as error:
         raise BadGrammar(str(error)) from None
+
+
+def _of_translation(reason: str) -> str:
+    """Lines of the Lark text mean nothing to who wrote GBNF."""
+    return re.sub(r"^(at )?\d+\(\d+\): ", "", reason.split("\n")[0])
 
 
 def _on_one_line(reason: str) -> str:

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from mlxcel.cache.key import CacheContext
@@ -33,14 +34,15 @@ from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
 from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.reuse import Reuse
 from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
+from mlxcel.engine.slots import Slots
 from mlxcel.engine.tokenizer import Tokenizer
 from mlxcel.engine.warmup import Warmups
 from mlxcel.errors import ContextExceeded, InvalidRequest, ServerError, Unavailable
 from mlxcel.text import TextStream
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MIN_CHUNK = 32  # below it reading the weights dominates: on a slow CPU 16 tokens take 140 ms, 32 take 190
 MAX_FAILED_STEPS = 8  # without a token in between: the engine is broken, let the service manager start a new one
@@ -122,6 +124,7 @@ class Scheduler:
         self.reuse = reuse
         self._warmups = warmups
         self._warming: Sequence | None = None
+        self.slots = Slots(bounds.num_slots)
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
@@ -188,12 +191,6 @@ class Scheduler:
             sequence.cancelled = True
             self._wake.set()
 
-    async def on_engine(self, work: Callable[[LoadedModel], T]) -> T:
-        """Do something else with the model, between two steps. Raises Unavailable once the engine is to stop."""
-        if self._drained.is_set():
-            raise Unavailable("the server is shutting down", retry_after=5)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.lend, work)
-
     async def drain(self, timeout: float) -> None:
         """Refuse new work, let what is there finish for `timeout` seconds, then fail the rest."""
         self._draining = True
@@ -224,6 +221,16 @@ class Scheduler:
         if self._warming is not None:
             self._warming.cancelled = True
             self._wake.set()
+
+    async def on_engine(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done on the MLX thread between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def on_model(self, work: Callable[[LoadedModel], T]) -> T:
+        """The same for what needs the network, which may have to be loaded first. Raises Unavailable when draining."""
+        if self._drained.is_set():
+            raise Unavailable("the server is shutting down", retry_after=5)
+        return await self.on_engine(partial(self._engine.lend, work))
 
     # --- the loop
 
@@ -309,9 +316,11 @@ class Scheduler:
         for sequence in list(self._waiting):
             if self.num_active >= self.bounds.num_slots:
                 return
-            if self._is_coming(sequence):
+            slot = self.slots.choose(sequence.generation.slot)
+            if slot is None or self._is_coming(sequence):
                 continue
             self._waiting.remove(sequence)
+            self.slots.take(slot, sequence)
             self.reuse.adopt(sequence, self._clock())
             sequence.state = State.PREFILLING
             sequence.started_at = self._clock()
@@ -458,6 +467,7 @@ class Scheduler:
             truncated=stop_type == "limit" and (wanted is None or wanted > sequence.max_tokens),
             prompt_ms=(sequence.first_token_at - sequence.started_at) * 1000,
             predicted_ms=(now - sequence.first_token_at) * 1000,
+            slot=-1 if sequence.slot is None else sequence.slot,
         )
         self._retiring.append(sequence)
 
@@ -465,6 +475,7 @@ class Scheduler:
         if sequence not in self._retiring:
             return
         self._retiring.remove(sequence)
+        self.slots.release(sequence)
         self.reuse.retired(sequence, retire, outcome, now)
         end = self._ends.pop(sequence.id, None)
         if end is None:
@@ -491,6 +502,7 @@ class Scheduler:
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.reuse.forget(sequence)
+        self.slots.release(sequence)
         sequence.state = State.FINISHED
         self.totals.failed += 1
         sequence.publish(Failed(error))

@@ -57,6 +57,7 @@ class Generation:
     cache: CacheContext | None = None
     boundary: int | None = None
     grammar: Grammar | None = None
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Finished:
     truncated: bool
     prompt_ms: float
     predicted_ms: float
+    slot: int = -1
 
     @property
     def reason(self) -> Literal["stop", "length"]:
@@ -134,6 +136,7 @@ class Sequence:
     num_stored: int = 0
     storable: bool = False
     miss_reason: str | None = None
+    slot: int | None = None
     tokens: array[int] = field(default_factory=lambda: array("i"))
     cancelled: bool = False
     unsaid: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)

@@ -44,7 +44,7 @@ def serve(mlx_thread):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 async def test_the_answer_validates_in_one_piece_and_streamed(serve, route, form):
     async with serve() as server:
-        body = asking(route, "hello", seed=1, temperature=1.5, max_tokens=200, **form)
+        body = asking(route, "hello", seed=1, temperature=5, max_tokens=200, **form)
         status, whole = await server.post(route, body)
         stream = await server.stream(route, body)
     assert status == 200, whole
@@ -116,13 +116,19 @@ async def test_the_settings_of_an_answer_show_its_form(serve):
 
 
 async def test_compiling_does_not_hold_other_requests_back(serve):
-    """A grammar of fifty thousand words takes most of a second; /health answers meanwhile."""
-    words = "root ::= " + " | ".join(f'"w{i}"' for i in range(50_000))
+    """Every rule doubles the one before it; llguidance takes a second or more to find that this is too much."""
+    doubling = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(400)) + 'r400 ::= "a"'
+    loop = asyncio.get_running_loop()
     async with serve() as server:
-        slow = asyncio.create_task(server.post("/completion", {"prompt": "hello", "grammar": words, "max_tokens": 9}))
-        answered = 0
-        while not slow.done():
-            status, _ = await server.get("/health")
-            answered += status == 200
-        status, body = await slow
-    assert status == 200 and body["content"].startswith("w") and answered > 10
+        began, slowest = loop.time(), 0.0
+        refused = asyncio.create_task(server.post("/completion", {"prompt": "hello", "grammar": doubling}))
+        while not refused.done():
+            asked = loop.time()
+            assert (await server.get("/health"))[0] == 200
+            slowest = max(slowest, loop.time() - asked)
+        status, body = await refused
+    assert status == 400
+    assert body["error"]["message"].endswith(
+        ("too big (limit for this grammar: 1000000)", "it takes more than 10 seconds to compile")
+    )
+    assert slowest < (loop.time() - began) / 2
