@@ -48,7 +48,7 @@ async def show(request: web.Request) -> web.Response:
             "bos_token": tokenizer.bos_text or "",
             "eos_token": tokenizer.eos_text or "",
             "build_info": f"mlxcel-{__version__}",
-            "is_sleeping": False,
+            "is_sleeping": live.is_asleep(),
             "cors_proxy_enabled": False,
         }
     )

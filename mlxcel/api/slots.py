@@ -134,7 +134,7 @@ async def _exported(services: Services, context: CacheContext | None, tokens: ar
     elif context is not None:
         length, segments = services.store.export(context, tokens)
         arrays, dtypes = await live.scheduler.on_engine(partial(slotstate.pack_kv, live.model, segments))
-    mark = await live.scheduler.on_engine(partial(slotstate.fingerprint, live.model))
+    mark = await live.scheduler.on_model(slotstate.fingerprint)
     return Header(mark, kind, tokens[:length].tolist(), _told(context), dtypes, leaves), arrays
 
 
@@ -169,7 +169,7 @@ async def _restore(services: Services, slot: Slot, fields: Fields) -> dict[str, 
 
     path, began, live = _path(services, fields), time.monotonic(), services.live
     slot.clear()
-    mark = await live.scheduler.on_engine(partial(slotstate.fingerprint, live.model))
+    mark = await live.scheduler.on_model(slotstate.fingerprint)
     try:
         header, arrays, nbytes = await asyncio.to_thread(slotfile.read, path, mark)
         if not all(type(t) is int and 0 <= t < live.model.vocab_size for t in header.tokens):
