@@ -33,7 +33,7 @@ BAD = {
 }  # fmt: skip
 FILES = (
     "api_key_file", "chat_template_file", "chat_template", "api_prefix", "ssl_key_file", "ssl_cert_file",
-    "grammar_file", "json_schema", "json_schema_file",
+    "grammar_file", "json_schema", "json_schema_file", "slot_save_path",
 )  # fmt: skip
 # Acted on by the parser itself, or by sources.py, which runs before there are settings for it.
 READ_ELSEWHERE = {
@@ -366,6 +366,12 @@ def test_a_form_that_cannot_be_read_or_is_given_twice_is_refused_by_name(words, 
         parse(words, {})
 
 
+def test_saved_slots_need_a_folder_that_exists(tmp_path):
+    assert parse(["--slot-save-path", str(tmp_path)], {}).slot_save_path == str(tmp_path)
+    with pytest.raises(ConfigError, match="^--slot-save-path: .* is not a folder"):
+        parse(["--slot-save-path", str(tmp_path / "none")], {})
+
+
 def test_https_needs_both_files(tmp_path):
     pem = tmp_path / "pem"
     pem.write_text("x")
@@ -469,7 +475,7 @@ def attributes_read():
 
 
 def test_the_program_reads_settings_that_exist_and_all_those_that_are_said_to_work():
-    read = set(attributes_read()) - {"parse", "notes", "origin", "explicit", "non_defaults", "without_effect"}
+    read = set(attributes_read()) - {"parse", "notes", "origin", "source", "explicit", "non_defaults", "without_effect"}
     works = {row.name for row in TABLE if row.effect == "works"}
     assert read - works == set()
     assert works - read == READ_ELSEWHERE

@@ -6,7 +6,6 @@ Random weights make a wrong KV row, position or mask move the log-probabilities 
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlxcel.engine.model import LoadedModel, examined
 from mlxcel.engine.tokenizer import Tokenizer
-from tests.models.families import FAMILIES, VOCAB
+from tests.models.families import VOCAB, config
 
 EOS = 258
 
@@ -48,16 +47,18 @@ def byte_tokenizer(vocab_size: int = VOCAB) -> Tokenizer:
     return Tokenizer(fast, eos_ids=[EOS], vocab_size=vocab_size, chat_template=CHATML)
 
 
-def random_weights(net: Any, seed: int) -> list[tuple[str, mx.array]]:
+def random_weights(net: Any) -> list[tuple[str, mx.array]]:
     """Default initialisation, louder, with noise in what starts constant and decays that remember tens of tokens."""
-    mx.random.seed(seed)
+    bounded = {path for path, module in net.named_modules() if getattr(module, "lower_bound", None) is not None}
     out = []
     for name, weight in tree_flatten(net.parameters()):
+        is_bounded = name.rpartition(".")[0] in bounded
         if not mx.issubdtype(weight.dtype, mx.floating):
             out.append((name, weight))
         elif name.endswith("A_log"):
-            out.append((name, mx.log(mx.random.uniform(0.02, 0.3, weight.shape))))
-        elif (start := _remembering(name)) is not None:
+            low, high = (0.8, 1.2) if is_bounded else (0.02, 0.3)
+            out.append((name, mx.log(mx.random.uniform(low, high, weight.shape))))
+        elif (start := _start(name, is_bounded)) is not None:
             out.append((name, start + 0.3 * mx.random.normal(weight.shape)))
         elif weight.size > 1 and (mx.max(weight) - mx.min(weight)).item() == 0:
             out.append((name, weight.astype(mx.float32) + _noise(weight) * mx.random.normal(weight.shape)))
@@ -68,12 +69,17 @@ def random_weights(net: Any, seed: int) -> list[tuple[str, mx.array]]:
     return out
 
 
-def _remembering(name: str) -> float | None:
-    """Where a decay has to start to remember tens of tokens."""
+def _start(name: str, is_bounded: bool) -> float | None:
+    """Where a decay has to start to remember tens of tokens, and the norm of what RWKV reads from its state.
+
+    A bounded decay is exp(lower_bound * sigmoid(...)): it remembers where the sigmoid is nearly closed.
+    """
     if name.endswith(("dt_bias", "dt_proj.bias")):
-        return -2.5
+        return -5.5 if is_bounded else -2.5
     if name.endswith("recurrent_param"):
         return -5.0
+    if name.endswith("attn.g_norm.weight"):
+        return 1.0
     return -4.0 if "w_lora" in name and name.endswith("bias") else None
 
 
@@ -85,25 +91,28 @@ def _noise(weight: mx.array) -> float:
 
 
 @functools.cache
-def network(family: str, seed: int = 0) -> Any:
+def network(family: str, seed: int = 0, **changes: Any) -> Any:
     from mlx_lm.utils import _get_classes
 
-    config = json.loads(json.dumps(FAMILIES[family]))
-    model_class, args_class = _get_classes(config)
-    net = model_class(args_class.from_dict(config))
-    net.load_weights(random_weights(net, seed))
+    changed = config(family, **changes)
+    model_class, args_class = _get_classes(changed)
+    mx.random.seed(seed)  # before the default initialisation, or weights depend on what was built earlier
+    net = model_class(args_class.from_dict(changed))
+    net.load_weights(random_weights(net))
+    # Private constants too, which are no parameters: what is left lazy can only be computed in this thread.
+    mx.eval([value for module in net.modules() for value in module.values() if isinstance(value, mx.array)])
     mx.eval(net.parameters())
     return net
 
 
 @functools.cache
-def tiny_model(family: str) -> LoadedModel:
-    net = network(family)
+def tiny_model(family: str, **changes: Any) -> LoadedModel:
+    net = network(family, **changes)
     model = LoadedModel(
         id=f"tiny-{family}",
         path=f"tiny-{family}",
         net=net,
-        config=FAMILIES[family],
+        config=config(family, **changes),
         tokenizer=byte_tokenizer(),
         dtype="float32",
         n_ctx_train=4096,

@@ -285,6 +285,12 @@ class SnapshotStore:
         snapshot.pinned = False
         self._make_room(snapshot)
 
+    def discard(self, context: CacheContext, tokens: Tokens[int]) -> None:
+        """Forget the session's snapshots that `tokens` begin with; no eviction is counted."""
+        for snapshot in list(self._own(context)):
+            if common_prefix(tokens, snapshot.tokens) == snapshot.num_tokens:
+                self._drop(snapshot)
+
     # --- leaving
 
     def sweep(self, now: float) -> list[Snapshot]:

@@ -219,6 +219,19 @@ class Store:
         node, depth = bucket.trie.walk(tokens)
         return node.entries.get(context.session_key) if depth == node.depth == len(tokens) else None
 
+    def export(self, context: CacheContext, tokens: Tokens[int]) -> tuple[int, tuple[tuple[Segment, int], ...]]:
+        """How many leading tokens are stored, and the segments that hold them. Touches nothing."""
+        bucket = self._buckets.get(context.bucket)
+        if bucket is None:
+            return 0, ()
+        node, length = bucket.trie.walk(tokens)
+        return length, tuple(bucket.trie.segments(node, length))
+
+    def discard(self, context: CacheContext, tokens: Tokens[int]) -> None:
+        """Forget the entry of exactly this key, if there is one; no eviction is counted."""
+        if (entry := self.find(context, tokens)) is not None:
+            self._drop(entry)
+
     def pin(self, entry: Entry) -> bool:
         """Keep an entry from LRU and TTL until unpinned or reset; False when pins would hold over half the store."""
         held = sum(e.nbytes for e in self._entries if e.pinned and e is not entry)

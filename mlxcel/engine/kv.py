@@ -98,6 +98,31 @@ class Layout:
         mx.eval([(leaf.keys, leaf.values) for leaf in targets])
         return length
 
+    def pack(self, segments: Iterable[tuple[KVSegment, int]]) -> list[mx.array]:
+        """One array (parts, heads, tokens, dim) a group: what `unpack` takes. Lazy."""
+        pieces = [piece for segment, n in segments for piece in _cut(segment, n)]
+        return [
+            mx.concatenate([block.arrays[g][..., start:stop, :] for block, start, stop in pieces], axis=2)
+            for g in range(len(self.groups))
+        ]
+
+    def unpack(self, arrays: list[mx.array]) -> KVSegment:
+        """Cut packed arrays into blocks again. Evaluated. The caller has checked that they fit this layout."""
+        length, blocks = arrays[0].shape[2], []
+        for at in range(0, length, BLOCK):
+            parts = tuple(mx.contiguous(array[..., at : min(at + BLOCK, length), :]) for array in arrays)
+            blocks.append(Block(parts, min(BLOCK, length - at), sum(part.nbytes for part in parts)))
+        mx.eval([block.arrays for block in blocks])
+        return KVSegment(tuple((block, 0, block.num_tokens) for block in blocks))
+
+    def fits(self, arrays: list[mx.array], length: int) -> bool:
+        """Whether packed arrays are of `length` tokens of this layout."""
+        if len(arrays) != len(self.groups) or any(array.ndim != 4 for array in arrays):
+            return False
+        parts = [(array.shape[0], array.shape[2]) for array in arrays]
+        wanted = [(len(group), length) for group in self.groups]
+        return parts == wanted and sum(array.nbytes for array in arrays) == length * self.bytes_per_token
+
 
 def _cut(segment: KVSegment, n: int) -> tuple[tuple[Block, int, int], ...]:
     return segment.pieces if n == len(segment) else segment.split(n)[0].pieces

@@ -26,18 +26,23 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from mlxcel.cache.key import CacheContext
 from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.reuse import Reuse
 from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
+from mlxcel.engine.slots import Slots
 from mlxcel.engine.tokenizer import Tokenizer
 from mlxcel.engine.warmup import Warmups
 from mlxcel.errors import ContextExceeded, InvalidRequest, ServerError, Unavailable
 from mlxcel.text import TextStream
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MIN_CHUNK = 32  # below it reading the weights dominates: on a slow CPU 16 tokens take 140 ms, 32 take 190
 MAX_FAILED_STEPS = 8  # without a token in between: the engine is broken, let the service manager start a new one
@@ -47,6 +52,8 @@ class StepEngine(Protocol):
     """What the scheduler needs of engine.batch.Engine."""
 
     def step(self, plan: Plan) -> Outcome: ...
+
+    def lend(self, work: Callable[[LoadedModel], T]) -> T: ...
 
     def release(self) -> None: ...
 
@@ -117,6 +124,7 @@ class Scheduler:
         self.reuse = reuse
         self._warmups = warmups
         self._warming: Sequence | None = None
+        self.slots = Slots(bounds.num_slots)
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
@@ -144,6 +152,11 @@ class Scheduler:
         """Sequences that hold a slot."""
         return len(self._prefilling) + len(self._running) + len(self._retiring)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or is to be computed ahead."""
+        return not (self._waiting or self.num_active or self._warming or self._warmups)
+
     def active(self) -> list[Sequence]:
         return [*self._prefilling, *self._running.values(), *self._retiring]
 
@@ -165,7 +178,7 @@ class Scheduler:
         room = self.bounds.n_ctx - n
         max_tokens = room if generation.max_tokens is None else min(generation.max_tokens, room)
         self._next_id += 1
-        text = TextStream(self._tokenizer.decode, generation.stop)
+        text = TextStream(self._tokenizer.decode, generation.stop, generation.least_indent)
         sequence = Sequence(self._next_id, generation, text, max_tokens, self._clock())
         self._waiting.append(sequence)
         self.totals.submitted += 1
@@ -208,6 +221,16 @@ class Scheduler:
         if self._warming is not None:
             self._warming.cancelled = True
             self._wake.set()
+
+    async def on_engine(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done on the MLX thread between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def on_model(self, work: Callable[[LoadedModel], T]) -> T:
+        """The same for what needs the network, which may have to be loaded first. Raises Unavailable when draining."""
+        if self._drained.is_set():
+            raise Unavailable("the server is shutting down", retry_after=5)
+        return await self.on_engine(partial(self._engine.lend, work))
 
     # --- the loop
 
@@ -293,12 +316,15 @@ class Scheduler:
         for sequence in list(self._waiting):
             if self.num_active >= self.bounds.num_slots:
                 return
-            if self._is_coming(sequence):
+            slot = self.slots.choose(sequence.generation.slot)
+            if slot is None or self._is_coming(sequence):
                 continue
             self._waiting.remove(sequence)
+            self.slots.take(slot, sequence)
             self.reuse.adopt(sequence, self._clock())
             sequence.state = State.PREFILLING
             sequence.started_at = self._clock()
+            sequence.publish(Progress(sequence.num_cached, sequence.num_prompt, sequence.num_cached))
             self._prefilling.append(sequence)
 
     def _is_coming(self, sequence: Sequence) -> bool:
@@ -313,7 +339,7 @@ class Scheduler:
         prefills = tuple(self._prefills())
         done = {p.id for p in prefills}
         starting = tuple(
-            Start(s.id, s.prompt, s.generation.sampling, s.generation.top_logprobs, s.generation.grammar)
+            Start.of(s.id, s.generation)
             for s in self._prefilling
             if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
         )
@@ -418,10 +444,12 @@ class Scheduler:
         if token in self._tokenizer.eos_ids and (generation.grammar or not generation.ignore_eos):
             self._finish(sequence, "eos", now)
             return
-        sequence.say(sequence.text.push(token), token, logprob)
+        text = sequence.text.push(token)
+        sequence.say(text, token, logprob)
+        is_late = 0 < generation.max_ms < (now - sequence.first_token_at) * 1000
         if sequence.text.stopped_by is not None:
             self._finish(sequence, "word", now)
-        elif len(sequence.tokens) >= sequence.max_tokens:
+        elif len(sequence.tokens) >= sequence.max_tokens or sequence.text.is_outdented or (is_late and "\n" in text):
             self._finish(sequence, "limit", now)
 
     def _finish(self, sequence: Sequence, stop_type: str, now: float) -> None:
@@ -432,16 +460,17 @@ class Scheduler:
             sequence.say_rest(sequence.text.flush())
             if sequence.text.stopped_by is not None:
                 stop_type = "word"
-        wanted = sequence.generation.max_tokens
+        wanted, is_full = sequence.generation.max_tokens, len(sequence.tokens) >= sequence.max_tokens
         self._ends[sequence.id] = Finished(
             stop_type=stop_type,  # type: ignore[arg-type]
             stopping_word=sequence.text.stopped_by or "",
             prompt_tokens=sequence.num_prompt,
             completion_tokens=len(sequence.tokens),
             cached_tokens=sequence.num_cached,
-            truncated=stop_type == "limit" and (wanted is None or wanted > sequence.max_tokens),
+            truncated=stop_type == "limit" and is_full and (wanted is None or wanted > sequence.max_tokens),
             prompt_ms=(sequence.first_token_at - sequence.started_at) * 1000,
             predicted_ms=(now - sequence.first_token_at) * 1000,
+            slot=-1 if sequence.slot is None else sequence.slot,
         )
         self._retiring.append(sequence)
 
@@ -449,6 +478,7 @@ class Scheduler:
         if sequence not in self._retiring:
             return
         self._retiring.remove(sequence)
+        self.slots.release(sequence)
         self.reuse.retired(sequence, retire, outcome, now)
         end = self._ends.pop(sequence.id, None)
         if end is None:
@@ -475,6 +505,7 @@ class Scheduler:
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.reuse.forget(sequence)
+        self.slots.release(sequence)
         sequence.state = State.FINISHED
         self.totals.failed += 1
         sequence.publish(Failed(error))

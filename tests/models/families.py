@@ -6,6 +6,7 @@ families share; what follows it is what differs.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -38,3 +39,13 @@ def _whole(config: dict[str, Any]) -> dict[str, Any]:
 FAMILIES: dict[str, dict[str, Any]] = {
     name: _whole(config) for name, config in json.loads((Path(__file__).parent / "families.json").read_text()).items()
 }
+
+NEEDS_METAL = {"muse_spark"}
+RUNNABLE = sorted(FAMILIES.keys() - NEEDS_METAL)
+
+
+def config(family: str, **changes: Any) -> dict[str, Any]:
+    """A family's configuration with members changed where its language model reads them."""
+    whole = copy.deepcopy(FAMILIES[family])
+    whole.get("text_config", whole).update(changes)
+    return whole

@@ -7,12 +7,9 @@ import mlx.core as mx
 import pytest
 
 from tests.models.chats import three_turns
-from tests.models.families import FAMILIES
+from tests.models.families import RUNNABLE
 from tests.models.table import DOC, facts, parse
 from tests.tiny import tiny_model
-
-NEEDS_METAL = {"muse_spark"}
-RUNNABLE = sorted(FAMILIES.keys() - NEEDS_METAL)
 
 
 @pytest.fixture(scope="module")
