@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, embeddings, llama, openai, slots
+from mlxcel.api import admin, cache, cache_stats, embeddings, llama, models, openai, props, slots, unsupported
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
 from mlxcel.api.listen import sites
@@ -35,7 +35,7 @@ PUBLIC_PATHS = ("/health", "/v1/health", *PAGE_PATHS)
 
 ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("GET", ("/health", "/v1/health"), admin.health),
-    ("GET", ("/models", "/v1/models"), admin.models),
+    ("GET", ("/models", "/v1/models"), models.models),
     ("GET", ("/metrics",), admin.metrics),
     ("GET", ("/v1/cache/stats",), cache_stats.stats),
     ("GET", ("/v1/cache/recent",), cache_stats.recent),
@@ -50,9 +50,15 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/tokenize",), llama.tokenize),
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),
-    ("GET", ("/props",), llama.props),
+    ("GET", ("/props",), props.show),
+    ("POST", ("/props",), props.change),
     ("GET", ("/slots",), slots.list_slots),
     ("POST", ("/slots/{id}",), slots.act),
+    ("POST", ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), unsupported.rerank),
+    ("POST", ("/audio/transcriptions", "/v1/audio/transcriptions"), unsupported.transcribe),
+    ("POST", ("/v1/systemone",), unsupported.decide),
+    ("GET", ("/tools", "/cors-proxy"), unsupported.disabled),
+    ("POST", ("/tools", "/cors-proxy"), unsupported.disabled),
 )
 
 

@@ -16,39 +16,22 @@ from mlxcel.engine.sequence import Delta, Finished, Generation, Progress, Sampli
 
 # What llama-server also reports, at the values that mean "off": clients read some of them without asking.
 NEUTRAL_SETTINGS: Object = {
-    "dynatemp_range": 0.0,
-    "dynatemp_exponent": 1.0,
-    "top_n_sigma": -1.0,
-    "xtc_probability": 0.0,
-    "xtc_threshold": 0.1,
-    "typical_p": 1.0,
-    "dry_multiplier": 0.0,
-    "dry_base": 1.75,
-    "dry_allowed_length": 2,
-    "dry_penalty_last_n": 64,
-    "dry_sequence_breakers": ["\n", ":", '"', "*"],
-    "mirostat": 0,
-    "mirostat_tau": 5.0,
-    "mirostat_eta": 0.1,
-    "adaptive_target": -1.0,
-    "adaptive_decay": 0.9,
     "n_keep": 0,
     "n_discard": 0,
-    "min_keep": 0,
-    "grammar": "",
-    "grammar_lazy": False,
-    "grammar_triggers": [],
-    "preserved_tokens": [],
     "chat_format": "Content-only",
     "reasoning_format": "none",
     "reasoning_in_content": False,
     "generation_prompt": "",
-    "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
     "speculative.types": "none",
-    "post_sampling_probs": False,
     "backend_sampling": False,
     "lora": [],
 }
+
+
+LONG_SETTINGS = frozenset(
+    "dry_sequence_breakers stop logit_bias grammar grammar_lazy grammar_triggers preserved_tokens".split()
+)
+MISSING = object()
 
 
 class Native:
@@ -61,7 +44,7 @@ class Native:
 
     def chunks(self, choice: Choice, event: Progress | Delta | Finished, timings: Timings | None) -> list[Object]:
         if isinstance(event, Finished):
-            return [self._final(choice, "", [])]
+            return [self._selected(self.final(choice))]
         if isinstance(event, Progress):
             if timings is None:
                 return []
@@ -84,12 +67,13 @@ class Native:
             "tokens_evaluated": choice.num_prompt,
         }
 
-    def _final(self, choice: Choice, text: str, tokens: list[int]) -> Object:
+    def final(self, choice: Choice) -> Object:
+        """All that is known of a finished choice, without what was streamed."""
         end = choice.end
         return {
             "index": choice.index,
-            "content": text,
-            "tokens": tokens,
+            "content": "",
+            "tokens": [],
             "id_slot": end.slot,
             "stop": True,
             "model": self._reply.model,
@@ -105,23 +89,60 @@ class Native:
             "timings": Timings.of(end).json(),
         }
 
+    def whole(self, choice: Choice) -> Object:
+        """The same with its text and, where asked for, its tokens and their probabilities."""
+        options = self._reply.options
+        whole = self.final(choice) | {"content": choice.text, "tokens": choice.tokens if options.return_tokens else []}
+        if options.top_logprobs is not None:
+            whole["completion_probabilities"] = self._reply.entries(choice.logprobs)
+        return whole
+
+    def _selected(self, final: Object) -> Object:
+        paths = self._reply.options.response_fields
+        return selected(final, paths) if paths else final
+
     def tail(self, choices: Sequence[Choice]) -> bytes:
         """The native stream has no [DONE]."""
         return b""
 
     def body(self, choices: Sequence[Choice]) -> object:
-        options = self._reply.options
-        whole = []
-        for choice in choices:
-            final = self._final(choice, choice.text, choice.tokens if options.return_tokens else [])
-            if options.top_logprobs is not None:
-                final["completion_probabilities"] = self._reply.entries(choice.logprobs)
-            whole.append(final)
-        return whole[0] if len(whole) == 1 else whole
+        parts = [self._selected(self.whole(choice)) for choice in choices]
+        return parts[0] if len(parts) == 1 else parts
+
+
+def selected(whole: Object, paths: Sequence[str]) -> Object:
+    """The members that `paths` (a/b is member b of a) lead to, each under its path; what is not there is left out."""
+    out: Object = {}
+    for path in paths:
+        value: object = whole
+        for name in path.split("/"):
+            value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+        if value is not MISSING:
+            out[path] = value
+    return out
 
 
 def effective_settings(generation: Generation, options: Options) -> Object:
     """`generation_settings`: what was asked, completed by defaults and clamped, beside what is not supported."""
+    return asked_settings(generation) | {
+        "stop": list(generation.stop),
+        "stream": options.stream,
+        "n_keep": options.n_keep,
+        "n_discard": options.n_discard,
+        "timings_per_token": options.timings_per_token,
+        "dry_sequence_breakers": list(options.dry_breakers),
+        "grammar_lazy": False,
+        "grammar_triggers": [],
+        "preserved_tokens": [],
+    }
+
+
+def reduced_settings(generation: Generation) -> Object:
+    """What /slots and /props say: nothing long, and nothing of how a client wants to be answered."""
+    return {key: value for key, value in asked_settings(generation).items() if key not in LONG_SETTINGS}
+
+
+def asked_settings(generation: Generation) -> Object:
     sampling = generation.sampling
     limit = -1 if generation.max_tokens is None else generation.max_tokens
     return (
@@ -129,27 +150,43 @@ def effective_settings(generation: Generation, options: Options) -> Object:
         | sampling_settings(sampling)
         | {
             "grammar": generation.grammar.text if generation.grammar else "",
-            "stop": list(generation.stop),
             "max_tokens": limit,
             "n_predict": limit,
             "ignore_eos": generation.ignore_eos,
-            "stream": options.stream,
             "logit_bias": [{"token": t, "bias": None if math.isinf(b) else b} for t, b in sampling.logit_bias],
-            "n_probs": options.top_logprobs or 0,
-            "timings_per_token": options.timings_per_token,
+            "n_probs": generation.top_logprobs or 0,
+            "post_sampling_probs": generation.of_draw,
         }
     )
 
 
 def sampling_settings(sampling: Sampling) -> Object:
+    """What /props and /slots show too."""
     return {
         "seed": sampling.seed,
         "temperature": sampling.temperature,
+        "dynatemp_range": sampling.dynatemp_range,
+        "dynatemp_exponent": sampling.dynatemp_exponent,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
+        "top_n_sigma": sampling.top_n_sigma,
+        "typical_p": sampling.typical_p,
+        "min_keep": sampling.min_keep,
+        "xtc_probability": sampling.xtc.probability,
+        "xtc_threshold": sampling.xtc.threshold,
         "repeat_last_n": sampling.repeat_last_n,
         "repeat_penalty": sampling.repeat_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        "dry_multiplier": sampling.dry.multiplier,
+        "dry_base": sampling.dry.base,
+        "dry_allowed_length": sampling.dry.allowed_length,
+        "dry_penalty_last_n": sampling.dry.last_n,
+        "mirostat": sampling.mirostat.version,
+        "mirostat_tau": sampling.mirostat.tau,
+        "mirostat_eta": sampling.mirostat.eta,
+        "adaptive_target": sampling.adaptive.target,
+        "adaptive_decay": sampling.adaptive.decay,
+        "samplers": list(sampling.order),
     }

@@ -7,6 +7,7 @@ Invariant: the concatenated chunks say what the body says, and no number in them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,16 +108,27 @@ class Reply:
         }
 
     def entries(self, logprobs: Sequence[TokenLogprob]) -> list[Object]:
-        """llama-server's token entries, a superset of those of OpenAI's chat dialect."""
+        """llama-server's token entries, a superset of those of OpenAI's chat dialect. Of the draw they are
+        probabilities, without those that are 0."""
+        if not self.options.post_sampling_probs:
+            return [
+                self._entry(item.token, "logprob", finite(item.logprob))
+                | {"top_logprobs": [self._entry(token, "logprob", finite(value)) for token, value in item.top]}
+                for item in logprobs
+            ]
         return [
-            self._entry(item.token, item.logprob) | {"top_logprobs": [self._entry(*pair) for pair in item.top]}
+            self._entry(item.token, "prob", _prob(item.logprob))
+            | {"top_probs": [self._entry(token, "prob", p) for token, value in item.top if (p := _prob(value))]}
             for item in logprobs
         ]
 
-    def _entry(self, token: int, logprob: float) -> Object:
+    def _entry(self, token: int, name: str, value: float) -> Object:
         piece = self.piece(token)
-        text = piece.decode(errors="replace")
-        return {"id": token, "token": text, "bytes": list(piece), "logprob": finite(logprob)}
+        return {"id": token, "token": piece.decode(errors="replace"), "bytes": list(piece), name: value}
+
+
+def _prob(logprob: float) -> float:
+    return math.exp(min(logprob, 0.0)) if logprob > MIN_LOGPROB else 0.0
 
 
 def finite(logprob: float) -> float:
@@ -164,11 +176,20 @@ class Shape(Protocol):
         """All of it at once."""
 
 
-class Chat:
-    """POST /v1/chat/completions."""
+class Verbose(Protocol):
+    """llama-server's own object of a finished choice: without what was streamed, and with it."""
 
-    def __init__(self, reply: Reply) -> None:
+    def final(self, choice: Choice) -> Object: ...
+
+    def whole(self, choice: Choice) -> Object: ...
+
+
+class Chat:
+    """POST /v1/chat/completions. With `verbose` the answer also carries what /completion would have said."""
+
+    def __init__(self, reply: Reply, verbose: Verbose | None = None) -> None:
         self._reply = reply
+        self._verbose = verbose
 
     def chunks(self, choice: Choice, event: Progress | Delta | Finished, timings: Timings | None) -> list[Object]:
         opening = {"role": "assistant", "content": None}
@@ -180,6 +201,8 @@ class Chat:
         choice.opened = True
         if isinstance(event, Finished):
             last = self._chunk(choice, {}, event.reason)
+            if self._verbose is not None:
+                last["__verbose"] = self._verbose.final(choice)
             if not self._reply.options.include_usage:
                 last["timings"] = Timings.of(event).json()
             return [*chunks, last]
@@ -205,6 +228,8 @@ class Chat:
     def body(self, choices: Sequence[Choice]) -> Object:
         members = [self._member(choice) for choice in choices]
         whole = self._reply.envelope("chatcmpl", "chat.completion", members)
+        if self._verbose is not None:
+            whole["__verbose"] = self._verbose.whole(choices[0])
         return whole | {"usage": usage(choices), "timings": Timings.of(choices[0].end).json()}
 
     def _member(self, choice: Choice) -> Object:
@@ -218,8 +243,9 @@ class Chat:
 class Completion:
     """POST /v1/completions. Without `include_usage` the last chunk carries the usage, as in llama-server."""
 
-    def __init__(self, reply: Reply, num_choices: int) -> None:
+    def __init__(self, reply: Reply, num_choices: int, verbose: Verbose | None = None) -> None:
         self._reply = reply
+        self._verbose = verbose
         self._unfinished = num_choices
         self._ends: list[Choice] = []
 
@@ -240,6 +266,8 @@ class Completion:
     def _last(self, choice: Choice, event: Finished) -> Object:
         self._ends.append(choice)
         last = self._chunk(choice, "", event.reason)
+        if self._verbose is not None:
+            last["__verbose"] = self._verbose.final(choice)
         if not self._reply.options.include_usage:
             last["timings"] = Timings.of(event).json()
             if len(self._ends) == self._unfinished:
@@ -259,8 +287,11 @@ class Completion:
         return self._reply.envelope("cmpl", "text_completion", [member])
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> Object:
-        """llama-server's `content` beside OpenAI's four parallel lists, so that clients of both can read it."""
+        """llama-server's `content` beside OpenAI's four parallel lists, so that clients of both can read it. The lists
+        are of log-probabilities only."""
         entries = self._reply.entries(logprobs)
+        if self._reply.options.post_sampling_probs:
+            return {"content": entries}
         offsets = []
         for entry in entries:
             offsets.append(offset)
@@ -291,4 +322,6 @@ class Completion:
             for choice in choices
         ]
         whole = self._reply.envelope("cmpl", "text_completion", members)
+        if self._verbose is not None:
+            whole["__verbose"] = self._verbose.whole(choices[0])
         return whole | {"usage": usage(choices), "timings": Timings.of(choices[0].end).json()}

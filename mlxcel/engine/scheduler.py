@@ -178,7 +178,7 @@ class Scheduler:
         room = self.bounds.n_ctx - n
         max_tokens = room if generation.max_tokens is None else min(generation.max_tokens, room)
         self._next_id += 1
-        text = TextStream(self._tokenizer.decode, generation.stop)
+        text = TextStream(self._tokenizer.decode, generation.stop, generation.least_indent)
         sequence = Sequence(self._next_id, generation, text, max_tokens, self._clock())
         self._waiting.append(sequence)
         self.totals.submitted += 1
@@ -324,6 +324,7 @@ class Scheduler:
             self.reuse.adopt(sequence, self._clock())
             sequence.state = State.PREFILLING
             sequence.started_at = self._clock()
+            sequence.publish(Progress(sequence.num_cached, sequence.num_prompt, sequence.num_cached))
             self._prefilling.append(sequence)
 
     def _is_coming(self, sequence: Sequence) -> bool:
@@ -338,7 +339,7 @@ class Scheduler:
         prefills = tuple(self._prefills())
         done = {p.id for p in prefills}
         starting = tuple(
-            Start(s.id, s.prompt, s.generation.sampling, s.generation.top_logprobs, s.generation.grammar)
+            Start.of(s.id, s.generation)
             for s in self._prefilling
             if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
         )
@@ -443,10 +444,12 @@ class Scheduler:
         if token in self._tokenizer.eos_ids and (generation.grammar or not generation.ignore_eos):
             self._finish(sequence, "eos", now)
             return
-        sequence.say(sequence.text.push(token), token, logprob)
+        text = sequence.text.push(token)
+        sequence.say(text, token, logprob)
+        is_late = 0 < generation.max_ms < (now - sequence.first_token_at) * 1000
         if sequence.text.stopped_by is not None:
             self._finish(sequence, "word", now)
-        elif len(sequence.tokens) >= sequence.max_tokens:
+        elif len(sequence.tokens) >= sequence.max_tokens or sequence.text.is_outdented or (is_late and "\n" in text):
             self._finish(sequence, "limit", now)
 
     def _finish(self, sequence: Sequence, stop_type: str, now: float) -> None:
@@ -457,14 +460,14 @@ class Scheduler:
             sequence.say_rest(sequence.text.flush())
             if sequence.text.stopped_by is not None:
                 stop_type = "word"
-        wanted = sequence.generation.max_tokens
+        wanted, is_full = sequence.generation.max_tokens, len(sequence.tokens) >= sequence.max_tokens
         self._ends[sequence.id] = Finished(
             stop_type=stop_type,  # type: ignore[arg-type]
             stopping_word=sequence.text.stopped_by or "",
             prompt_tokens=sequence.num_prompt,
             completion_tokens=len(sequence.tokens),
             cached_tokens=sequence.num_cached,
-            truncated=stop_type == "limit" and (wanted is None or wanted > sequence.max_tokens),
+            truncated=stop_type == "limit" and is_full and (wanted is None or wanted > sequence.max_tokens),
             prompt_ms=(sequence.first_token_at - sequence.started_at) * 1000,
             predicted_ms=(now - sequence.first_token_at) * 1000,
             slot=-1 if sequence.slot is None else sequence.slot,
