@@ -57,6 +57,7 @@ CALLS: list[Call] = [
     Call("POST", "/tokenize", 200, {"tokens"}, {"content": "ab"}),
     Call("POST", "/detokenize", 200, {"content"}, {"tokens": [65, 66]}),
     Call("POST", "/apply-template", 200, {"prompt"}, {"messages": MESSAGES}),
+    *_each("/embedding /embeddings /v1/embeddings", "POST", 501, {"error"}, {"input": "a"}, note="no --embeddings"),
     Call("GET", "/nowhere", 404, {"error"}),
     Call("POST", "/health", 404, {"error"}, {}, note="a wrong method is an unknown route"),
 ]  # fmt: skip
