@@ -449,6 +449,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                   "1 takes no snapshots at the end of the history"),
         _works("disable_cache_warmup", "exact", "", "MLXCEL_DISABLE_CACHE_WARMUP", False,
                   "1 does not warm up the next turn"),
+        _works("slots_debug", "exact", "", "LLAMA_SERVER_SLOTS_DEBUG", False,
+               "1 shows prompts and generated texts in /slots, to everybody who may ask"),
         _refused("list_devices", "switch", "--list-devices", "", False, "list devices and exit"),
         _refused("completion_bash", "switch", "--completion-bash", "", False, "print completions for bash and exit"),
         _refused("estimate_memory", "switch", "--estimate-memory", "", False, "print what memory is needed and exit"),

@@ -9,7 +9,7 @@ from aiohttp import web
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import Asked, answer, json_response
 from mlxcel.api.openai import new_native, new_reply
-from mlxcel.api.prepare import chat_template, off_loop, prepare_prompts, render, tokenise
+from mlxcel.api.prepare import off_loop, prepare_prompts, render_chat, tokenise
 from mlxcel.api.requests import parse_conversation, parse_native, parse_prompt
 from mlxcel.api.services import SERVICES, Services
 
@@ -64,5 +64,4 @@ async def apply_template(request: web.Request) -> web.Response:
 
 
 def _apply_template(services: Services, body: bytes) -> dict[str, object]:
-    conversation = parse_conversation(body, services.settings)
-    return {"prompt": render(chat_template(services), conversation, keep_thinking=services.store.enabled)}
+    return {"prompt": render_chat(services, parse_conversation(body, services.settings))}

@@ -51,7 +51,7 @@ def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
     """One generation for each choice. Raises InvalidRequest."""
     template = chat_template(services)
     tokenizer = services.live.model.tokenizer
-    text = render(template, request.conversation, keep_thinking=services.store.enabled)
+    text = render_chat(services, request.conversation)
     tokens = tokenizer.encode(text, add_special=False)  # the template alone decides on BOS
     signature = _signature(template, request.conversation)
     context = _context(services, request.options, signature.hex, signature.parts)
@@ -119,6 +119,11 @@ def chat_template(services: Services) -> ChatTemplate:
     if services.live.template is None:
         raise InvalidRequest("this model has no chat template: use /v1/completions, or start with --chat-template")
     return services.live.template
+
+
+def render_chat(services: Services, conversation: Conversation) -> str:
+    """The prompt that a chat is answered to."""
+    return render(chat_template(services), conversation, keep_thinking=services.store.enabled)
 
 
 def render(template: ChatTemplate, conversation: Conversation, *, keep_thinking: bool) -> str:

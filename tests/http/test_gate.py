@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from mlxcel import __version__
-from mlxcel.api import cache, props, slots, unsupported
+from mlxcel.api import cache, lora, props, slots, unsupported
 from mlxcel.api.app import MAX_BODY, ROUTES
 from tests.http.serving import asking, encode, serving
 
@@ -185,7 +185,13 @@ async def test_a_prefix_stands_before_every_route_and_health_stays_public():
         assert (await server.get("/v1/models", headers=headers))[0] == 404
 
 
-NOT_READING = {cache.reset, props.change, slots.act, *(f for f in vars(unsupported).values() if callable(f))}
+NOT_READING = {
+    cache.reset,
+    lora.scale,
+    props.change,
+    slots.act,
+    *(f for f in vars(unsupported).values() if callable(f)),
+}
 READING = [path for method, paths, do in ROUTES if method == "POST" and do not in NOT_READING for path in paths]
 
 
