@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, llama, lora, models, openai, props, slots, unsupported
+from mlxcel.api import admin, cache, cache_stats, infill, llama, lora, models, openai, props, slots, unsupported
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
 from mlxcel.api.page import PATHS as PAGE_PATHS
@@ -46,6 +46,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"), openai.count),
     ("POST", ("/v1/completions",), openai.completions),
     ("POST", ("/completion", "/completions"), llama.completion),
+    ("POST", ("/infill",), infill.infill),
     ("POST", ("/tokenize",), llama.tokenize),
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),

@@ -165,11 +165,13 @@ def _signature(template: ChatTemplate, conversation: Conversation) -> Signature:
     )
 
 
-def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool) -> array[int]:
+def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool, parse_special: bool = True) -> array[int]:
     """Only text at the very beginning gets the special tokens that the model wants there."""
     tokens: array[int] = array("i")
     for i, part in enumerate(prompt):
-        tokens += tokenizer.encode(part, add_special=add_special and i == 0) if isinstance(part, str) else part
+        if isinstance(part, str):
+            part = tokenizer.encode(part, add_special=add_special and i == 0, parse_special=parse_special)
+        tokens += part
     return tokens
 
 

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from mlxcel import __version__
-from mlxcel.api import cache, lora, props, slots, unsupported
+from mlxcel.api import cache, infill, lora, props, slots, unsupported
 from mlxcel.api.app import MAX_BODY, ROUTES
 from tests.http.serving import asking, encode, serving
 
@@ -185,14 +185,13 @@ async def test_a_prefix_stands_before_every_route_and_health_stays_public():
         assert (await server.get("/v1/models", headers=headers))[0] == 404
 
 
-NOT_READING = {
-    cache.reset,
-    lora.scale,
-    props.change,
-    slots.act,
-    *(f for f in vars(unsupported).values() if callable(f)),
-}
-READING = [path for method, paths, do in ROUTES if method == "POST" and do not in NOT_READING for path in paths]
+NOT_READING = {cache.reset, infill.infill, lora.scale, props.change, slots.act}  # nor all of `unsupported`
+READING = [
+    path
+    for method, paths, do in ROUTES
+    if method == "POST" and do not in NOT_READING and do.__module__ != unsupported.__name__
+    for path in paths
+]
 
 
 @pytest.mark.parametrize("path", READING)
@@ -281,6 +280,15 @@ async def test_tokenize_shows_pieces():
         _, body = await server.post("/tokenize", {"content": "ab", "with_pieces": True})
         assert [entry["piece"] for entry in body["tokens"]] == ["a", "b"]
         assert [entry["id"] for entry in body["tokens"]] == encode("ab").tolist()
+
+
+async def test_tokenize_leaves_special_tokens_alone_when_asked_to():
+    async with serving() as server:
+        for parse_special, num in ((True, 2), (False, 11), (None, 2), ("no", 2)):
+            _, body = await server.post("/tokenize", {"content": "a<|im_end|>", "parse_special": parse_special})
+            assert len(body["tokens"]) == num
+        _, body = await server.post("/tokenize", {"content": "a", "with_pieces": "yes", "add_special": 5})
+        assert body["tokens"] == encode("a").tolist(), "a switch of a wrong type is as good as none"
 
 
 @pytest.mark.parametrize("tokens", [[320], [-1], ["a"], [1.5], "x", [True]])
