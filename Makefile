@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 BROWSER = $(BIN)/python -m tests.http.browser || .ci/chromium
 
-.PHONY: run test lint browser models man clean
+.PHONY: run test lint browser models contract man clean
 
 run: $(VENV)/.installed
 	$(BIN)/mlxcel-server --demo --host 127.0.0.1 --port 8080 --metrics $(ARGS)
@@ -25,6 +25,9 @@ browser: $(VENV)/.installed-test
 # Two minutes: runs every family that is in the table.
 models: $(VENV)/.installed-test
 	$(BIN)/python -m tests.models.table
+
+contract: $(VENV)/.installed-test
+	$(BIN)/python -m tests.contract.page
 
 man: $(VENV)/.installed
 	$(BIN)/python man/generate.py

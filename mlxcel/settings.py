@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxcel.errors import ConfigError
 from mlxcel.settings_table import TABLE, Setting
-from mlxcel.settings_values import FALSE, TRUE, read_value, unescaped
+from mlxcel.settings_values import FALSE, SAMPLER_LETTERS, TRUE, read_value, sampler_name, unescaped
 
 PREFIXES = ("LLAMA_ARG_", "MLXCEL_")
 
@@ -57,6 +57,10 @@ class Settings:
     def explicit(self, name: str) -> bool:
         return name in self._origins
 
+    def source(self, name: str) -> str:
+        """What an error about the value should name: the variable that it came from, or the flag."""
+        return _source(name, self._origins)
+
     def non_defaults(self) -> list[str]:
         """`name=value (origin)` of everything somebody set that has an effect; secrets are not shown."""
         rows = [row for row in TABLE if row.effect == "works" and row.name in self._origins]
@@ -93,7 +97,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     values["api_prefix"] = _prefix(values["api_prefix"], _source("api_prefix", origins))
     values["apc_hash"] = values["apc_hash"].replace("-", "")
     if values["escape"]:
-        values["reverse_prompt"] = tuple(map(unescaped, values["reverse_prompt"]))
+        for name in ("reverse_prompt", "dry_sequence_breaker"):
+            values[name] = tuple(map(unescaped, values[name]))
+    notes += _unknown_samplers(values)
     return Settings(values, origins, notes)
 
 
@@ -107,6 +113,15 @@ def _follow_cache_reuse(values: dict[str, Any], origins: dict[str, str]) -> None
     if values["cache_reuse"] or origins["cache_reuse"] != "command line":
         values["prompt_cache_enabled"] = values["cache_reuse"] > 0
         origins["prompt_cache_enabled"] = origins["cache_reuse"]
+
+
+def _unknown_samplers(values: Mapping[str, Any]) -> list[str]:
+    """A note for each that llama-server would leave out too."""
+    names = [name for name in values["samplers"].split(";") if name and not sampler_name(name)]
+    letters = [letter for letter in values["sampler_seq"] if letter not in SAMPLER_LETTERS]
+    return [f"--samplers: {name!r} is no sampler, and left out" for name in names] + [
+        f"--sampler-seq: {letter!r} is no sampler, and left out" for letter in letters
+    ]
 
 
 # --- the environment

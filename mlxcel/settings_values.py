@@ -29,6 +29,19 @@ MAX_BYTES = (1 << 62) - 1
 MAX_FLOAT = 3e38  # of float32
 MAX_BIAS = 10_000.0  # beyond it a float32 logit may become infinite, and infinity minus infinity is NaN
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+# llama.cpp's samplers by their letters, and what else their names are written like.
+SAMPLER_LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
+    "x": "xtc", "t": "temperature", "a": "adaptive_p",
+}  # fmt: skip
+SAMPLER_SPELLINGS = {
+    "nucleus": "top_p",
+    "typ": "typ_p",
+    "typical": "typ_p",
+    "typical_p": "typ_p",
+    "temp": "temperature",
+}
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 
@@ -153,3 +166,10 @@ def unescaped(text: str) -> str:
 
 def _character(found: re.Match[bytes]) -> bytes:
     return bytes([int(found[1], 16)]) if found[1] else ESCAPES[found[2].decode()].encode()
+
+
+def sampler_name(word: str) -> str | None:
+    """The sampler that `word` names, if any."""
+    name = word.replace("-", "_")
+    name = SAMPLER_SPELLINGS.get(name, name)
+    return name if name in SAMPLER_LETTERS.values() else None

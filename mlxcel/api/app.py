@@ -9,20 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, infill, llama, lora, models, openai, props, slots, unsupported
+from mlxcel.api import (
+    admin,
+    cache,
+    cache_stats,
+    embeddings,
+    infill,
+    llama,
+    lora,
+    models,
+    openai,
+    props,
+    slots,
+    unsupported,
+)
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
+from mlxcel.api.listen import sites
 from mlxcel.api.page import PATHS as PAGE_PATHS
 from mlxcel.api.page import add_page
 from mlxcel.api.services import SERVICES, Services
-from mlxcel.errors import BodyTooLarge, InvalidRequest, NotFound, ServerError, Unauthorized, Unavailable
+from mlxcel.errors import BodyTooLarge, InvalidRequest, NotFound, ServerError, StartError, Unauthorized, Unavailable
 from mlxcel.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -47,6 +60,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/v1/completions",), openai.completions),
     ("POST", ("/completion", "/completions"), llama.completion),
     ("POST", ("/infill",), infill.infill),
+    ("POST", ("/embedding", "/embeddings"), embeddings.native),
+    ("POST", ("/v1/embeddings",), embeddings.openai),
     ("POST", ("/tokenize",), llama.tokenize),
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),
@@ -80,31 +95,16 @@ def build_app(services: Services) -> web.Application:
 
 
 async def start_site(app: web.Application, settings: Settings) -> web.AppRunner:
-    """Listen on all addresses of the settings. Raises OSError when one of them cannot be had."""
+    """Listen on all addresses of the settings. Raises StartError when one of them cannot be had."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_TIMEOUT)
     await runner.setup()
     try:
-        tls = _tls(settings)
-        for host in settings.host.split(","):
-            await _site(runner, host.strip(), settings, tls).start()
-    except OSError:
+        for site in sites(runner, settings):
+            await site.start()
+    except StartError:
         await runner.cleanup()
         raise
     return runner
-
-
-def _site(runner: web.AppRunner, host: str, settings: Settings, tls: ssl.SSLContext | None) -> web.BaseSite:
-    if host.endswith(".sock"):
-        return web.UnixSite(runner, host, ssl_context=tls)
-    return web.TCPSite(runner, host, settings.port, ssl_context=tls, reuse_port=settings.reuse_port or None)
-
-
-def _tls(settings: Settings) -> ssl.SSLContext | None:
-    if not (settings.ssl_cert_file and settings.ssl_key_file):
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(settings.ssl_cert_file, settings.ssl_key_file)
-    return context
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

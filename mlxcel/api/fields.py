@@ -7,6 +7,7 @@ know what any field means. No message repeats a value that the client sent: some
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -120,3 +121,10 @@ class Fields:
         """A finite float silently limited to low..high."""
         found = self._read((name,), "a number", lambda v: type(v) in (int, float))
         return default if found is None else min(max(float(found[1]), low), high)
+
+    def limited(self, name: str, default: float, low: float, high: float) -> float:
+        """A finite float. One outside low..high is refused."""
+        value = self.number(name, default, -math.inf, math.inf)
+        if not low <= value <= high:
+            raise invalid(name, f"must be from {low:g} to {high:g}")
+        return value

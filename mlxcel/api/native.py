@@ -16,36 +16,13 @@ from mlxcel.engine.sequence import Delta, Finished, Generation, Progress, Sampli
 
 # What llama-server also reports, at the values that mean "off": clients read some of them without asking.
 NEUTRAL_SETTINGS: Object = {
-    "dynatemp_range": 0.0,
-    "dynatemp_exponent": 1.0,
-    "top_n_sigma": -1.0,
-    "xtc_probability": 0.0,
-    "xtc_threshold": 0.1,
-    "typical_p": 1.0,
-    "dry_multiplier": 0.0,
-    "dry_base": 1.75,
-    "dry_allowed_length": 2,
-    "dry_penalty_last_n": 64,
-    "dry_sequence_breakers": ["\n", ":", '"', "*"],
-    "mirostat": 0,
-    "mirostat_tau": 5.0,
-    "mirostat_eta": 0.1,
-    "adaptive_target": -1.0,
-    "adaptive_decay": 0.9,
     "n_keep": 0,
     "n_discard": 0,
-    "min_keep": 0,
-    "grammar": "",
-    "grammar_lazy": False,
-    "grammar_triggers": [],
-    "preserved_tokens": [],
     "chat_format": "Content-only",
     "reasoning_format": "none",
     "reasoning_in_content": False,
     "generation_prompt": "",
-    "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
     "speculative.types": "none",
-    "post_sampling_probs": False,
     "backend_sampling": False,
     "lora": [],
 }
@@ -153,6 +130,10 @@ def effective_settings(generation: Generation, options: Options) -> Object:
         "n_keep": options.n_keep,
         "n_discard": options.n_discard,
         "timings_per_token": options.timings_per_token,
+        "dry_sequence_breakers": list(options.dry_breakers),
+        "grammar_lazy": False,
+        "grammar_triggers": [],
+        "preserved_tokens": [],
     }
 
 
@@ -174,19 +155,38 @@ def asked_settings(generation: Generation) -> Object:
             "ignore_eos": generation.ignore_eos,
             "logit_bias": [{"token": t, "bias": None if math.isinf(b) else b} for t, b in sampling.logit_bias],
             "n_probs": generation.top_logprobs or 0,
+            "post_sampling_probs": generation.of_draw,
         }
     )
 
 
 def sampling_settings(sampling: Sampling) -> Object:
+    """What /props and /slots show too."""
     return {
         "seed": sampling.seed,
         "temperature": sampling.temperature,
+        "dynatemp_range": sampling.dynatemp_range,
+        "dynatemp_exponent": sampling.dynatemp_exponent,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
+        "top_n_sigma": sampling.top_n_sigma,
+        "typical_p": sampling.typical_p,
+        "min_keep": sampling.min_keep,
+        "xtc_probability": sampling.xtc.probability,
+        "xtc_threshold": sampling.xtc.threshold,
         "repeat_last_n": sampling.repeat_last_n,
         "repeat_penalty": sampling.repeat_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        "dry_multiplier": sampling.dry.multiplier,
+        "dry_base": sampling.dry.base,
+        "dry_allowed_length": sampling.dry.allowed_length,
+        "dry_penalty_last_n": sampling.dry.last_n,
+        "mirostat": sampling.mirostat.version,
+        "mirostat_tau": sampling.mirostat.tau,
+        "mirostat_eta": sampling.mirostat.eta,
+        "adaptive_target": sampling.adaptive.target,
+        "adaptive_decay": sampling.adaptive.decay,
+        "samplers": list(sampling.order),
     }

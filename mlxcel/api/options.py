@@ -8,13 +8,13 @@ and its cache_salt shows in no repr and no message.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxcel.api.constraint import Constrain, read_constraint
 from mlxcel.api.fields import Fields, invalid, kind_of
+from mlxcel.api.sampling import read_breakers, read_sampling
 from mlxcel.cache.key import ANONYMOUS
 from mlxcel.engine.sequence import Sampling
 from mlxcel.settings import Settings
@@ -24,12 +24,12 @@ MAX_STOP_LENGTH = 1024
 MAX_KEY_LENGTH = 1024  # characters of cache_salt, prompt_cache_key and user: they live as long as their entries
 MAX_CHOICES = 128
 MAX_BIAS = 10_000.0  # beyond it a float32 logit may become infinite, and infinity minus infinity is NaN
-RANDOM_SEED = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What all dialects ask alike. `sampling.logit_bias` is still empty: `logit_bias` may name tokens by their text.
+    """What all dialects ask alike. Bias and breakers in `sampling` are still empty: `logit_bias` and `dry_breakers` may
+    name tokens by their text.
 
     `max_tokens` None is unlimited, `top_logprobs` None asks for none, `ping_interval` (seconds) and `t_max_predict_ms`
     0 or less are off. `n_keep` and `n_discard` are said back and nothing else: no context is ever shifted.
@@ -37,11 +37,13 @@ class Options:
 
     sampling: Sampling
     logit_bias: tuple[tuple[int | str, float], ...]
+    dry_breakers: tuple[str, ...]
     max_tokens: int | None
     stop: tuple[str, ...]
     ignore_eos: bool
     num_choices: int
     top_logprobs: int | None
+    post_sampling_probs: bool
     stream: bool
     include_usage: bool
     timings_per_token: bool
@@ -70,11 +72,13 @@ def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -
     return Options(
         sampling=read_sampling(fields, settings),
         logit_bias=_logit_bias(fields.raw("logit_bias"), settings),
+        dry_breakers=read_breakers(fields, settings),
         max_tokens=None if max_tokens < 0 else max_tokens,
         stop=_stop(fields.raw("stop"), settings),
         ignore_eos=fields.boolean("ignore_eos", settings.ignore_eos),
         num_choices=fields.integer("n_cmpl", "n", default=1, low=1, high=MAX_CHOICES),
         top_logprobs=top_logprobs,
+        post_sampling_probs=fields.boolean("post_sampling_probs", False),
         stream=fields.boolean("stream", False),
         include_usage=stream_options.boolean("include_usage", False),
         timings_per_token=fields.boolean("timings_per_token", False),
@@ -92,23 +96,6 @@ def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -
         t_max_predict_ms=fields.integer("t_max_predict_ms", default=-1, low=-1),
         response_fields=_response_fields(fields.array("response_fields", [])),
         verbose=fields.boolean("verbose", settings.verbose),
-    )
-
-
-def read_sampling(fields: Fields, settings: Settings) -> Sampling:
-    """Soft ranges wider than anything useful keep float32 arithmetic finite."""
-    repeat_last_n = fields.integer("repeat_last_n", default=settings.repeat_last_n, low=-1)
-    temperature = fields.number("temperature", settings.temperature, 0.0, 1000.0)
-    return Sampling(
-        temperature=temperature if temperature >= 1e-5 else 0.0,
-        top_k=fields.clamped("top_k", settings.top_k, 0, (1 << 31) - 1),
-        top_p=fields.number("top_p", settings.top_p, 0.0, 1.0),
-        min_p=fields.number("min_p", settings.min_p, 0.0, 1.0),
-        repeat_penalty=fields.number("repeat_penalty", settings.repeat_penalty, 1e-3, 1e3),
-        repeat_last_n=(1 << 31) - 1 if repeat_last_n < 0 else repeat_last_n,
-        presence_penalty=fields.number("presence_penalty", settings.presence_penalty, -1e3, 1e3),
-        frequency_penalty=fields.number("frequency_penalty", settings.frequency_penalty, -1e3, 1e3),
-        seed=_seed(fields.integer("seed", default=settings.seed)),
     )
 
 
@@ -131,12 +118,6 @@ def _response_fields(paths: list[Any]) -> tuple[str, ...]:
     if not all(isinstance(path, str) for path in paths):
         raise invalid("response_fields", "expected an array of strings")
     return tuple(paths)
-
-
-def _seed(seed: int) -> int:
-    """32 bits as in llama-server, whose -1 (all bits set) asks for a random one."""
-    seed &= RANDOM_SEED
-    return secrets.randbelow(RANDOM_SEED) if seed == RANDOM_SEED else seed
 
 
 def _logit_bias(value: Any, settings: Settings) -> tuple[tuple[int | str, float], ...]:

@@ -21,7 +21,7 @@ from mlxcel.api.requests import ChatRequest, Prompt, PromptRequest
 from mlxcel.api.services import Services
 from mlxcel.cache.key import CacheContext, SignatureParts
 from mlxcel.cache.radix import common_prefix
-from mlxcel.engine.sequence import Generation
+from mlxcel.engine.sequence import Generation, Sampling
 from mlxcel.errors import InvalidRequest
 from mlxcel.prompt.signature import RAW_PROMPT_SIG, Signature, template_sig
 from mlxcel.prompt.template import ChatTemplate
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONG_BODY = 20_000  # bytes; tokenising as much takes some ten milliseconds
-SLOW_FIELDS = (b"grammar", b"json_schema", b"response_format")  # to compile one may take seconds
+SLOW_FIELDS = (b"grammar", b"json_schema", b"response_format", b"dry_")  # the first of one may take seconds
 
 
 async def off_loop(work: Callable[[Services, bytes], T], services: Services, body: bytes) -> T:
@@ -184,7 +184,7 @@ def _generations(
 ) -> list[Generation]:
     tokenizer, bounds = services.live.model.tokenizer, services.live.scheduler.bounds
     grammar = _grammar(services, options.constraint)
-    sampling = replace(options.sampling, logit_bias=_logit_bias(tokenizer, options))
+    sampling = _sampling(services, options)
     generations = []
     for tokens, boundary in prompts:
         _check(tokens, tokenizer.vocab_size, param)
@@ -198,6 +198,7 @@ def _generations(
                     stop=options.stop,
                     ignore_eos=options.ignore_eos,
                     top_logprobs=options.top_logprobs,
+                    of_draw=options.post_sampling_probs,
                     cache=own,
                     boundary=boundary,
                     grammar=grammar,
@@ -207,6 +208,15 @@ def _generations(
                 )
             )
     return generations
+
+
+def _sampling(services: Services, options: Options) -> Sampling:
+    """With what was named by its text as tokens of this model."""
+    model, sampling = services.live.model, options.sampling
+    sampling = replace(sampling, logit_bias=_logit_bias(model.tokenizer, options))
+    if not sampling.dry.is_on:
+        return sampling
+    return replace(sampling, dry=replace(sampling.dry, breakers=model.breakers.find(options.dry_breakers)))
 
 
 def _grammar(services: Services, wanted: Constrain | None) -> Grammar | None:

@@ -14,8 +14,8 @@ from mlxcel import __version__
 from mlxcel.api.fields import Fields, parse_object
 from mlxcel.api.generate import json_response
 from mlxcel.api.native import reduced_settings
-from mlxcel.api.options import RANDOM_SEED, read_sampling
 from mlxcel.api.responses import Object
+from mlxcel.api.sampling import RANDOM_SEED, read_sampling
 from mlxcel.api.services import SERVICES
 from mlxcel.engine.sequence import Generation
 from mlxcel.errors import NotSupported
@@ -48,7 +48,7 @@ async def show(request: web.Request) -> web.Response:
             "bos_token": tokenizer.bos_text or "",
             "eos_token": tokenizer.eos_text or "",
             "build_info": f"mlxcel-{__version__}",
-            "is_sleeping": False,
+            "is_sleeping": live.is_asleep(),
             "cors_proxy_enabled": False,
         }
     )

@@ -7,6 +7,7 @@ Invariant: the concatenated chunks say what the body says, and no number in them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,16 +108,27 @@ class Reply:
         }
 
     def entries(self, logprobs: Sequence[TokenLogprob]) -> list[Object]:
-        """llama-server's token entries, a superset of those of OpenAI's chat dialect."""
+        """llama-server's token entries, a superset of those of OpenAI's chat dialect. Of the draw they are
+        probabilities, without those that are 0."""
+        if not self.options.post_sampling_probs:
+            return [
+                self._entry(item.token, "logprob", finite(item.logprob))
+                | {"top_logprobs": [self._entry(token, "logprob", finite(value)) for token, value in item.top]}
+                for item in logprobs
+            ]
         return [
-            self._entry(item.token, item.logprob) | {"top_logprobs": [self._entry(*pair) for pair in item.top]}
+            self._entry(item.token, "prob", _prob(item.logprob))
+            | {"top_probs": [self._entry(token, "prob", p) for token, value in item.top if (p := _prob(value))]}
             for item in logprobs
         ]
 
-    def _entry(self, token: int, logprob: float) -> Object:
+    def _entry(self, token: int, name: str, value: float) -> Object:
         piece = self.piece(token)
-        text = piece.decode(errors="replace")
-        return {"id": token, "token": text, "bytes": list(piece), "logprob": finite(logprob)}
+        return {"id": token, "token": piece.decode(errors="replace"), "bytes": list(piece), name: value}
+
+
+def _prob(logprob: float) -> float:
+    return math.exp(min(logprob, 0.0)) if logprob > MIN_LOGPROB else 0.0
 
 
 def finite(logprob: float) -> float:
@@ -275,8 +287,11 @@ class Completion:
         return self._reply.envelope("cmpl", "text_completion", [member])
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], offset: int) -> Object:
-        """llama-server's `content` beside OpenAI's four parallel lists, so that clients of both can read it."""
+        """llama-server's `content` beside OpenAI's four parallel lists, so that clients of both can read it. The lists
+        are of log-probabilities only."""
         entries = self._reply.entries(logprobs)
+        if self._reply.options.post_sampling_probs:
+            return {"content": entries}
         offsets = []
         for entry in entries:
             offsets.append(offset)

@@ -8,6 +8,7 @@ same beginning adopts it. A salted slot's file is taken back only by who brings 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import time
 from array import array
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from blake3 import blake3
 
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import json_response
@@ -138,7 +138,7 @@ async def _exported(services: Services, context: CacheContext | None, tokens: ar
     elif context is not None:
         length, segments = services.store.export(context, tokens)
         arrays, dtypes = await live.scheduler.on_engine(partial(slotstate.pack_kv, live.model, segments))
-    mark = await live.scheduler.on_engine(partial(slotstate.fingerprint, live.model))
+    mark = await live.scheduler.on_model(slotstate.fingerprint)
     return Header(mark, kind, tokens[:length].tolist(), _told(context), dtypes, leaves), arrays
 
 
@@ -156,7 +156,7 @@ def _told(context: CacheContext | None) -> dict[str, str | int | None]:
 
 
 def _salt_mark(salt: str | None) -> str | None:
-    return None if salt is None else str(blake3(b"slot", key=salt_key(salt)).hexdigest())
+    return None if salt is None else hashlib.blake2b(b"slot", key=salt_key(salt), digest_size=16).hexdigest()
 
 
 def _check_salt(salt: str | None, fields: Fields) -> None:
@@ -173,7 +173,7 @@ async def _restore(services: Services, slot: Slot, fields: Fields) -> dict[str, 
 
     path, began, live = _path(services, fields), time.monotonic(), services.live
     slot.clear()
-    mark = await live.scheduler.on_engine(partial(slotstate.fingerprint, live.model))
+    mark = await live.scheduler.on_model(slotstate.fingerprint)
     try:
         header, arrays, nbytes = await asyncio.to_thread(slotfile.read, path, mark)
         if not all(type(t) is int and 0 <= t < live.model.vocab_size for t in header.tokens):

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -22,10 +22,12 @@ from mlxcel.engine.decode import DecodeBatch
 from mlxcel.engine.grammar import Constraint, Grammar
 from mlxcel.engine.kv import KVSegment, leaves
 from mlxcel.engine.model import LoadedModel, make_cache
-from mlxcel.engine.sampling import greedy, make_processors, make_sampler, token_logprobs
-from mlxcel.engine.sequence import Sampling, TokenLogprob
+from mlxcel.engine.sampling import make_bias, make_sampler, token_logprobs
+from mlxcel.engine.sequence import Generation, Sampling, TokenLogprob
 from mlxcel.engine.snapshot import Refused, State, capture, restore, row_of
 from mlxcel.errors import InvalidRequest
+
+T = TypeVar("T")
 
 _NO_STOPS = StopSequences([])
 _UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
@@ -53,6 +55,12 @@ class Start:
     sampling: Sampling
     top_logprobs: int | None
     grammar: Grammar | None = None
+    of_draw: bool = False
+
+    @classmethod
+    def of(cls, id: int, generation: Generation) -> Start:
+        asked = generation
+        return cls(id, asked.prompt, asked.sampling, asked.top_logprobs, asked.grammar, asked.of_draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,7 @@ class Engine:
         self._model = model
         self._caches: dict[int, list[Any]] = {}
         self._top_logprobs: dict[int, int] = {}
+        self._drawing: set[int] = set()
         self._constraints: dict[int, Constraint] = {}
         self._batch: DecodeBatch | None = None
         self._alone: dict[int, DecodeBatch] = {}
@@ -126,6 +135,10 @@ class Engine:
                 self._guard(outcome, tuple(batch.uids), partial(self._decode, batch, outcome))
         outcome.decode_seconds = time.perf_counter() - began
         return outcome
+
+    def lend(self, work: Callable[[LoadedModel], T]) -> T:
+        """Do something else with the model, on this thread and so between two steps."""
+        return work(self._model)
 
     def release(self) -> None:
         """Give pooled buffers back to the system; for when nothing is left to do."""
@@ -196,6 +209,8 @@ class Engine:
         for start in starts:
             if start.top_logprobs is not None:
                 self._top_logprobs[start.id] = start.top_logprobs
+            if start.of_draw:
+                self._drawing.add(start.id)
             if start.grammar is not None:
                 self._constraints[start.id] = self._model.grammars.constrain(start.grammar)
         if not self._model.proven.batches:
@@ -214,18 +229,17 @@ class Engine:
         return self._caches.pop(id, None) or make_cache(self._model.net)
 
     def _generation(self, starts: list[Start], cache: list[Any]) -> DecodeBatch:
-        samplings = [start.sampling for start in starts]
         return DecodeBatch(
             asking=self._top_logprobs,
+            drawing=self._drawing,
             constraints=self._constraints,
             model=self._model.net,
             uids=[start.id for start in starts],
             inputs=mx.array([start.prompt[-1] for start in starts]),
             prompt_cache=cache,
-            tokens=[start.prompt[:-1].tolist() for start in starts],
-            samplers=[make_sampler(s, self._model.vocab_size) for s in samplings],
-            fallback_sampler=greedy,
-            logits_processors=[make_processors(s) for s in samplings],
+            tokens=[start.prompt[:-1] for start in starts],
+            samplers=[make_sampler(start.sampling) for start in starts],
+            logits_processors=[make_bias(start.sampling) for start in starts],
             stop_sequences=[_NO_STOPS for _ in starts],
             max_tokens=[_UNBOUNDED for _ in starts],
         )
@@ -276,6 +290,7 @@ class Engine:
             self._caches.pop(id, None)
             self._alone.pop(id, None)
             self._top_logprobs.pop(id, None)
+            self._drawing.discard(id)
             self._constraints.pop(id, None)
         if self._batch is None or ids.isdisjoint(self._batch.uids):
             return

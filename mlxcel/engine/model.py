@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxcel.engine.cpu import is_cpu
+from mlxcel.engine.dry import BreakerIndex
 from mlxcel.engine.grammar import Grammars
 from mlxcel.engine.kv import Layout, layout_of
 from mlxcel.engine.snapshot import StateShape, shape_of
@@ -56,9 +57,11 @@ class LoadedModel:
     shape: StateShape | None = None
     proven: Proven = Proven()
     grammars: Grammars = field(init=False, compare=False, repr=False)
+    breakers: BreakerIndex = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grammars", Grammars(self.tokenizer))
+        object.__setattr__(self, "breakers", BreakerIndex(self.tokenizer))
 
     @property
     def kind(self) -> str:

@@ -1,77 +1,152 @@
-"""From a row of logits to a token, per sequence: its filters, its penalties, its own random key.
+"""From a row of logits to a token, per sequence: a chain of samplers in the order that was asked for, then a draw.
 
-A row never sees another row's random state, so that a seed gives the same text whatever shares the batch. The
-filters are mlx-lm's; what is ours is that they run on the top_k candidates alone where top_k is set (a sort of
-the whole vocabulary costs 4 ms a row on a CPU) and in llama-server's order: top_k, top_p, min_p, temperature.
+It owns the order, randomness and state: a row has its own random key, so that a seed gives the same text whatever
+shares the batch, and Mirostat its own course. It does not know the batch. Invariant: greedy rows share one object, so
+that a batch of them is sampled in one call, and nothing raises here, whatever the logits are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_p, make_logits_processors
 
-from mlxcel.engine.sequence import Sampling, TokenLogprob
+from mlxcel.engine import samplers
+from mlxcel.engine.candidates import STEPS, Candidates, Moment, Step, Tokens
+from mlxcel.engine.sequence import Adaptive, Mirostat, SamplerName, Sampling, TokenLogprob
 
-Sampler = Callable[[mx.array], mx.array]
-Processor = Callable[[mx.array, mx.array], mx.array]
+Bias = Callable[[mx.array], mx.array]
+Drawn = tuple[mx.array, Candidates | None]
+"""Token ids of shape (1,) and what they were drawn from; None where there was nothing to draw: it is the likeliest."""
+
+Draw = Callable[[Candidates, mx.array], Drawn]  # with a random key
 
 
-def greedy(logits: mx.array) -> mx.array:
-    """One shared object: a batch of greedy rows is then sampled in one call."""
-    return mx.argmax(logits, axis=-1)
+class Sampler(Protocol):
+    """Chooses the tokens of one sequence. `looks_back` is how many of its last tokens it wants to be shown."""
+
+    @property
+    def looks_back(self) -> int: ...
+
+    def __call__(self, logits: mx.array, recent: Tokens) -> Drawn:
+        """For logits of shape (1, vocab) and `looks_back` tokens, fewer if there are not as many."""
 
 
-def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
-    """A function from (1, vocab) logits to (1,) token ids; each call uses the next random key."""
-    if sampling.temperature <= 0:
+class Greedy:
+    """The likeliest token. Takes any number of rows at once."""
+
+    looks_back = 0
+
+    def __call__(self, logits: mx.array, recent: Tokens | None = None) -> Drawn:
+        return mx.argmax(logits, axis=-1), None
+
+
+greedy = Greedy()
+
+
+class Chain:
+    """`steps` in their order, then `draw`. Each call uses the sequence's next random keys."""
+
+    def __init__(self, steps: list[Step], draw: Draw, seed: int, looks_back: int) -> None:
+        self.looks_back = looks_back
+        self._steps = steps
+        self._draw = draw
+        self._key = mx.random.key(seed & 0xFFFFFFFF)
+
+    def __call__(self, logits: mx.array, recent: Tokens) -> Drawn:
+        self._key, key, other = mx.random.split(self._key, 3)
+        moment = Moment(recent, logits.shape[-1], mx.random.uniform(key=other))
+        candidates = Candidates(logits.astype(mx.float32))
+        for step in self._steps:
+            candidates = step(candidates, moment)
+        return self._draw(candidates, key)
+
+
+def make_sampler(sampling: Sampling) -> Sampler:
+    """The chain of what is switched on, as llama.cpp builds it (common/sampling.cpp): Mirostat leaves only the
+    temperature, adaptive-p is last wherever it is named, and what is not named has no effect."""
+    order = sampling.order
+    draw: Draw = _draw
+    if sampling.mirostat.version:
+        order, sampling = ("temperature",), replace(sampling, dynatemp_range=0.0)
+        draw = MirostatDraw(sampling.mirostat)
+    elif "adaptive_p" in order and sampling.adaptive.target >= 0.0:
+        draw = AdaptiveDraw(sampling.adaptive)
+    steps = [(name, step) for name in order if name in STEPS and (step := STEPS[name](sampling)) is not None]
+    if "temperature" in order and sampling.temperature == 0.0 and sampling.dynatemp_range <= 0.0:
+        steps, draw = _before_greedy(steps), _best
+    if not steps and draw is _best:
         return greedy
-    key = mx.random.key(sampling.seed & 0xFFFFFFFF)
-    scale = 1.0 / sampling.temperature
-    top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
-
-    def sample(logits: mx.array) -> mx.array:
-        nonlocal key
-        key, draw = mx.random.split(key)
-        logits, candidates = logits.astype(mx.float32), None
-        if top_k:
-            candidates = _largest(logits, top_k)
-            logits = mx.take_along_axis(logits, candidates, axis=-1)
-        logits = logits - mx.max(logits, axis=-1, keepdims=True)  # top_p takes exponentials
-        if sampling.top_p < 1.0:
-            logits = apply_top_p(logits, sampling.top_p)
-        if sampling.min_p > 0.0:
-            logits = apply_min_p(logits, sampling.min_p)
-        chosen = mx.random.categorical(logits * scale, key=draw)
-        if candidates is None:
-            return chosen
-        return mx.take_along_axis(candidates, chosen[..., None], axis=-1)[..., 0]
-
-    return sample
+    names = [name for name, _ in steps]
+    looks_back = max(sampling.repeat_last_n * ("penalties" in names), sampling.dry.last_n * ("dry" in names))
+    return Chain([step for _, step in steps], draw, sampling.seed, looks_back)
 
 
-def _largest(logits: mx.array, k: int) -> mx.array:
-    """Ids of the k largest, best first: the random draw goes by rank, which a neighbour's rounding hardly moves."""
-    ids = mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k]
-    order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
-    return mx.take_along_axis(ids, order, axis=-1)
+def make_bias(sampling: Sampling) -> list[Bias]:
+    """What is added to the logits before all else, if anything."""
+    if not sampling.logit_bias:
+        return []
+    ids, values = (mx.array(column) for column in zip(*sampling.logit_bias, strict=True))
+    return [lambda logits: logits.at[:, ids].add(values)]
 
 
-def make_processors(sampling: Sampling) -> list[Processor]:
-    """Logit bias and penalties; the penalties look at the last `repeat_last_n` tokens, the prompt's included."""
-    n = sampling.repeat_last_n
-    return list(
-        make_logits_processors(
-            logit_bias=dict(sampling.logit_bias) or None,
-            repetition_penalty=sampling.repeat_penalty if n and sampling.repeat_penalty != 1.0 else None,
-            repetition_context_size=n,
-            presence_penalty=sampling.presence_penalty if n else None,
-            presence_context_size=n,
-            frequency_penalty=sampling.frequency_penalty if n else None,
-            frequency_context_size=n,
-        )
-    )
+def _before_greedy(steps: list[tuple[SamplerName, Step]]) -> list[tuple[SamplerName, Step]]:
+    """What has a say in which candidate is the likeliest, when the temperature leaves but that one."""
+    before = steps[: [name for name, _ in steps].index("temperature")]
+    while before and before[-1][0] in ("top_n_sigma", "top_k", "top_p", "min_p"):
+        before.pop()
+    return before
+
+
+# --- draws
+
+
+def _draw(candidates: Candidates, key: mx.array) -> Drawn:
+    return candidates.token(mx.random.categorical(candidates.logits, key=key)), candidates
+
+
+def _best(candidates: Candidates, _: mx.array) -> Drawn:
+    return candidates.token(mx.argmax(candidates.logits, axis=-1)), None
+
+
+class MirostatDraw:
+    """Cuts off so that the surprise of what is drawn stays at tau bits on the average: `_mu` is the present cut."""
+
+    def __init__(self, mirostat: Mirostat) -> None:
+        self._mirostat = mirostat
+        self._mu = mx.array([[2.0 * mirostat.tau]])
+
+    def __call__(self, candidates: Candidates, key: mx.array) -> Drawn:
+        ranked = candidates.all_ranked()
+        if self._mirostat.version == 1:
+            logits = samplers.mirostat_1(ranked.logits, self._mu, ranked.logits.shape[-1])
+        else:
+            logits = samplers.mirostat_2(ranked.logits, self._mu)
+        place = mx.random.categorical(logits, key=key)
+        bits = mx.take_along_axis(samplers.surprise(logits), place[..., None], axis=-1)
+        self._mu = self._mu - self._mirostat.eta * (bits - self._mirostat.tau)
+        return ranked.token(place), replace(ranked, logits=logits)
+
+
+class AdaptiveDraw:
+    """Aims beside the target by as much as the probabilities of what was drawn before have missed it."""
+
+    def __init__(self, adaptive: Adaptive) -> None:
+        self._target = min(adaptive.target, 1.0)
+        self._decay = adaptive.decay
+        self._weight = 1.0 / (1.0 - adaptive.decay)
+        self._sum = mx.array([[self._target * self._weight]])
+
+    def __call__(self, candidates: Candidates, key: mx.array) -> Drawn:
+        aim = mx.clip(2.0 * self._target - self._sum / self._weight, 0.0, 1.0)
+        logits = samplers.adaptive_p(candidates.logits, aim)
+        place = mx.random.categorical(logits, key=key)
+        chosen = mx.take_along_axis(mx.softmax(candidates.logits, axis=-1), place[..., None], axis=-1)
+        self._sum = chosen + self._decay * self._sum
+        self._weight = 1.0 + self._decay * self._weight
+        return candidates.token(place), replace(candidates, logits=logits)
 
 
 def token_logprobs(rows: list[tuple[mx.array, int, int]]) -> list[TokenLogprob]:

@@ -26,10 +26,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from mlxcel.cache.key import CacheContext
 from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.reuse import Reuse
 from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
 from mlxcel.engine.slots import Slots
@@ -50,6 +52,8 @@ class StepEngine(Protocol):
     """What the scheduler needs of engine.batch.Engine."""
 
     def step(self, plan: Plan) -> Outcome: ...
+
+    def lend(self, work: Callable[[LoadedModel], T]) -> T: ...
 
     def release(self) -> None: ...
 
@@ -148,6 +152,11 @@ class Scheduler:
         """Sequences that hold a slot."""
         return len(self._prefilling) + len(self._running) + len(self._retiring)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or is to be computed ahead."""
+        return not (self._waiting or self.num_active or self._warming or self._warmups)
+
     def active(self) -> list[Sequence]:
         return [*self._prefilling, *self._running.values(), *self._retiring]
 
@@ -216,6 +225,12 @@ class Scheduler:
     async def on_engine(self, work: Callable[[], T]) -> T:
         """The result of `work`, done on the MLX thread between two steps."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def on_model(self, work: Callable[[LoadedModel], T]) -> T:
+        """The same for what needs the network, which may have to be loaded first. Raises Unavailable when draining."""
+        if self._drained.is_set():
+            raise Unavailable("the server is shutting down", retry_after=5)
+        return await self.on_engine(partial(self._engine.lend, work))
 
     # --- the loop
 
@@ -324,7 +339,7 @@ class Scheduler:
         prefills = tuple(self._prefills())
         done = {p.id for p in prefills}
         starting = tuple(
-            Start(s.id, s.prompt, s.generation.sampling, s.generation.top_logprobs, s.generation.grammar)
+            Start.of(s.id, s.generation)
             for s in self._prefilling
             if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -22,14 +22,82 @@ if TYPE_CHECKING:
     from mlxcel.engine.grammar import Grammar
 
 
+SamplerName = Literal[
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"
+]
+ORDER: tuple[SamplerName, ...] = (
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
+
+Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
+"""What ends a repetition: a token, and the tokens that must follow it to do so (any one tuple, () for none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Xtc:
+    """With this probability, all but the last of the tokens that are as likely as `threshold` are left out."""
+
+    probability: float = 0.0
+    threshold: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Dry:
+    """A token that continues a repetition of n tokens, n at least `allowed_length`, loses multiplier * base ** (n -
+    allowed_length). It looks at the `last_n` tokens, and back to a breaker only."""
+
+    multiplier: float = 0.0
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int = 64
+    breakers: Breakers = field(default_factory=dict)
+
+    @property
+    def is_on(self) -> bool:
+        return self.multiplier != 0.0 and self.last_n > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mirostat:
+    """Keeps the surprise of tokens at `tau` bits, correcting by the share `eta`. Version 0 is off; 1 and 2 leave no
+    other sampler but the temperature."""
+
+    version: int = 0
+    tau: float = 5.0
+    eta: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Prefers tokens of about this probability, by what was chosen so far (`decay` says how far back); under 0 is off.
+    Only where `order` names it."""
+
+    target: float = -1.0
+    decay: float = 0.9
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen. Temperature 0 is greedy; 0, 1.0 and -1 switch the filters off as in llama-server."""
+    """How a token is chosen. Temperature 0 is greedy; 0, 1.0 and -1 switch the filters off as in llama-server.
+
+    `order` is that of the samplers; one that it does not name has no effect, the temperature included. Every filter
+    but top_k leaves `min_keep` tokens.
+    """
 
     temperature: float = 0.8
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    min_keep: int = 0
+    xtc: Xtc = Xtc()
+    dry: Dry = Dry()
+    mirostat: Mirostat = Mirostat()
+    adaptive: Adaptive = Adaptive()
+    order: tuple[SamplerName, ...] = ORDER
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
     presence_penalty: float = 0.0
@@ -42,11 +110,12 @@ class Sampling:
 class Generation:
     """One generation, checked: `prompt` is never empty, `max_tokens` None means up to the context's end.
 
-    `top_logprobs` None asks for no log-probabilities, 0 for the chosen token's alone. `cache` None means that
-    the prompt cache is neither read nor written. `boundary` is how many prompt tokens are history that the next turn
-    will begin with; only models that are stored as snapshots need it. With a `grammar` and `ignore_eos` it
-    ends where the grammar is complete and nothing else may follow. It also ends before a line that is indented by less
-    than `least_indent`, and with the first line that is complete `max_ms` (0: never) after the first token.
+    `top_logprobs` None asks for no log-probabilities, 0 for the chosen token's alone; they are the model's own, or
+    with `of_draw` what the samplers made of them. `cache` None means that the prompt cache is neither read nor written.
+    `boundary` is how many prompt tokens are history that the next turn will begin with; only models that are stored as
+    snapshots need it. With a `grammar` and `ignore_eos` it ends where the grammar is complete and nothing else may
+    follow. It also ends before a line that is indented by less than `least_indent`, and with the first line that is
+    complete `max_ms` (0: never) after the first token.
     """
 
     prompt: array[int]
@@ -55,6 +124,7 @@ class Generation:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int | None = None
+    of_draw: bool = False
     cache: CacheContext | None = None
     boundary: int | None = None
     grammar: Grammar | None = None
@@ -65,7 +135,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The chosen token, its natural-log probability before temperature, and the `top` (id, logprob) pairs."""
+    """The chosen token, its natural-log probability, and the `top` (id, logprob) pairs: -inf is impossible."""
 
     token: int
     logprob: float

@@ -1,6 +1,6 @@
 """Saved slots: the state of one sequence in a file that only the same model takes back.
 
-Layout: the magic line, a JSON header on the second line, the arrays' bytes one after the other, and a BLAKE3 digest
+Layout: the magic line, a JSON header on the second line, the arrays' bytes one after the other, and a BLAKE2b digest
 (32 bytes) of all that goes before it. The header names the model's fingerprint, the tokens, the cache context (a salt
 only as a digest keyed by itself) and each array's shape and dtype. Everything is checked before an array is made, so
 that a damaged, truncated or foreign file is refused with its reason. Knows files and numpy arrays; not MLX.
@@ -8,6 +8,7 @@ that a damaged, truncated or foreign file is refused with its reason. Knows file
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Header:
 def write(path: Path, header: Header, arrays: Sequence[NDArray[np.generic]]) -> int:
     """Write all of it or nothing; an existing file is replaced at the end. Returns the bytes. Raises OSError."""
     described = asdict(header) | {"arrays": [{"shape": a.shape, "dtype": a.dtype.name} for a in arrays]}
-    hasher, temporary = blake3(), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    hasher, temporary = hashlib.blake2b(digest_size=32), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
             line = json.dumps(described, separators=(",", ":")).encode() + b"\n"
@@ -81,7 +81,7 @@ def read(path: Path, fingerprint: str) -> tuple[Header, list[NDArray[np.generic]
             rest = file.read()
     except OSError as error:
         raise BadFile(error.strerror or str(error)) from None
-    if len(rest) < 32 or blake3(MAGIC + line).update(rest[:-32]).digest() != rest[-32:]:
+    if len(rest) < 32 or _digest(MAGIC, line, memoryview(rest)[:-32]) != rest[-32:]:
         raise BadFile("the file is damaged or cut short")
     try:
         described = json.loads(line)
@@ -94,6 +94,13 @@ def read(path: Path, fingerprint: str) -> tuple[Header, list[NDArray[np.generic]
     if header.fingerprint != fingerprint:
         raise BadFile("it was saved with another model")
     return header, _arrays(rest[:-32], shapes), len(MAGIC) + len(line) + len(rest)
+
+
+def _digest(*pieces: Buffer) -> bytes:
+    hasher = hashlib.blake2b(digest_size=32)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def _arrays(

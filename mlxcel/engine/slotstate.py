@@ -6,12 +6,12 @@ files, stores or requests.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from blake3 import blake3
 from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
@@ -24,8 +24,8 @@ SAMPLE = 64  # elements of each weight: a fine-tuned model differs in nearly all
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Hexadecimal BLAKE3 over the name, shape, dtype and first elements of every weight."""
-    hasher = blake3(model.id.encode("utf-8", "surrogatepass"))
+    """Hexadecimal BLAKE2b over the name, shape, dtype and first elements of every weight."""
+    hasher = hashlib.blake2b(model.id.encode("utf-8", "surrogatepass"), digest_size=16)
     for name, weight in tree_flatten(model.net.parameters()):
         hasher.update(f"{name} {weight.shape} {weight.dtype}".encode())
         hasher.update(_to_numpy(weight.reshape(-1)[:SAMPLE]).tobytes())

@@ -3,6 +3,8 @@
 import math
 from array import array
 from contextlib import suppress
+from dataclasses import replace
+from operator import attrgetter
 
 import orjson
 import pytest
@@ -13,6 +15,7 @@ from mlxcel.api.fields import MAX_DEPTH
 from mlxcel.api.options import MAX_KEY_LENGTH, MAX_STOP_LENGTH, MAX_STOPS
 from mlxcel.api.requests import parse_chat, parse_completion, parse_native
 from mlxcel.cache.key import ANONYMOUS
+from mlxcel.engine.sequence import ORDER, Adaptive, Dry, Mirostat, Sampling, Xtc
 from mlxcel.errors import InvalidRequest
 from tests.defaults import settings
 
@@ -99,6 +102,25 @@ FIELDS = {
     "repeat_last_n": (5, 1.0),
     "presence_penalty": (0.5, False),
     "frequency_penalty": (0.5, "0.5"),
+    "dynatemp_range": (0.5, "x"),
+    "dynatemp_exponent": (1.5, []),
+    "typical_p": (0.5, "x"),
+    "top_n_sigma": (1, {}),
+    "min_keep": (2, 2.0),
+    "xtc_probability": (0.5, True),
+    "xtc_threshold": (0.2, "x"),
+    "dry_multiplier": (0.8, "x"),
+    "dry_base": (2, "x"),
+    "dry_allowed_length": (3, 3.0),
+    "dry_penalty_last_n": (100, "x"),
+    "dry_sequence_breakers": (["x"], "x"),
+    "mirostat": (2, 2.0),
+    "mirostat_tau": (4, "x"),
+    "mirostat_eta": (0.2, "x"),
+    "adaptive_target": (0.3, "x"),
+    "adaptive_decay": (0.5, "x"),
+    "samplers": (["top_k"], 5),
+    "post_sampling_probs": (True, 1),
     "seed": (7, 7.5),
     "stop": (["x"], 5),
     "logit_bias": ({"5": 1.0}, 5),
@@ -160,6 +182,9 @@ def test_whatever_json_comes_it_is_parsed_or_refused(dialect, body):
         PARSERS[dialect](orjson.dumps(body), SETTINGS)
 
 
+NAMES = {"dry.last_n": "dry_penalty_last_n", "mirostat.version": "mirostat"}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "clamped"),
     [
@@ -173,10 +198,31 @@ def test_whatever_json_comes_it_is_parsed_or_refused(dialect, body):
         ("top_k", 2**40, 2**31 - 1),
         ("repeat_penalty", 0, 1e-3),
         ("presence_penalty", -1e300, -1e3),
+        ("repeat_last_n", 2**40, 2**31 - 1),
+        ("repeat_last_n", -1, 2**31 - 1),
+        ("dynatemp_range", -1, 0.0),
+        ("dynatemp_exponent", 1e300, 100.0),
+        ("typical_p", 2, 1.0),
+        ("top_n_sigma", -1e300, -1e3),
+        ("min_keep", 2**40, 2**31 - 1),
+        ("xtc.probability", 1.5, 1.0),
+        ("xtc.threshold", -1, 0.0),
+        ("dry.multiplier", 1e300, 1e3),
+        ("dry.base", 0.5, 1.75),
+        ("dry.base", -5, 1.75),
+        ("dry.base", 1e300, 1e6),
+        ("dry.last_n", -1, 2**31 - 1),
+        ("mirostat.version", 7, 2),
+        ("mirostat.version", -1, 0),
+        ("mirostat.tau", -1, 0.0),
+        ("mirostat.eta", 1e300, 1e3),
+        ("adaptive.target", 2, 1.0),
+        ("adaptive.target", -5, -1.0),
     ],
 )
 def test_soft_ranges_clamp(field, value, clamped):
-    assert getattr(options(**{field: value}).sampling, field) == clamped
+    name = NAMES.get(field, field.replace(".", "_"))
+    assert attrgetter(field)(options(**{name: value}).sampling) == clamped
 
 
 @pytest.mark.parametrize(
@@ -187,6 +233,18 @@ def test_soft_ranges_clamp(field, value, clamped):
         ("n_predict", -2),
         ("max_tokens", -2),
         ("repeat_last_n", -2),
+        ("min_keep", -1),
+        ("dry_allowed_length", -1),
+        ("dry_penalty_last_n", -2),
+        ("dry_sequence_breakers", []),
+        ("dry_sequence_breakers", ["x", 5]),
+        ("dry_sequence_breakers", ["x"] * 33),
+        ("adaptive_decay", -0.1),
+        ("adaptive_decay", 1.0),
+        ("samplers", ["top_k", None]),
+        ("samplers", {}),
+        ("samplers", ["temperature"] * 33),
+        ("samplers", "t" * 33),
         ("n_probs", -1),
         ("n_probs", 1001),
         ("sse_ping_interval", -2),
@@ -208,6 +266,20 @@ def test_the_servers_settings_are_the_defaults_of_a_request():
     read = options(changed=changed)
     assert (read.sampling.temperature, read.sampling.top_k, read.sampling.seed) == (0.1, 7, 3)
     assert (read.max_tokens, read.stop, read.cache_prompt) == (12, ("END",), False)
+
+
+def test_the_servers_samplers_are_the_defaults_of_a_request():
+    changed = settings(
+        dynatemp_range=0.2, dynatemp_exp=1.5, typical_p=0.9, top_n_sigma=1.5, xtc_probability=0.4, xtc_threshold=0.2,
+        dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3, dry_penalty_last_n=-1, dry_sequence_breaker=("x",),
+        mirostat=1, mirostat_ent=3.0, mirostat_lr=0.2, adaptive_target=0.5, adaptive_decay=0.8, repeat_last_n=7,
+    )  # fmt: skip
+    read = options(changed=changed)
+    assert (read.sampling.dynatemp_range, read.sampling.dynatemp_exponent, read.sampling.typical_p) == (0.2, 1.5, 0.9)
+    assert (read.sampling.top_n_sigma, read.sampling.xtc, read.sampling.repeat_last_n) == (1.5, Xtc(0.4, 0.2), 7)
+    assert (read.sampling.dry, read.dry_breakers) == (Dry(0.8, 2.0, 3, 2**31 - 1), ("x",))
+    assert (read.sampling.mirostat, read.sampling.adaptive) == (Mirostat(1, 3.0, 0.2), Adaptive(0.5, 0.8))
+    assert replace(options().sampling, seed=0) == Sampling(), "the engine's defaults are the table's"
 
 
 # --- single fields
@@ -240,6 +312,43 @@ def test_a_seed_is_kept_and_no_seed_is_a_different_one_each_time():
     for random in ({}, {"seed": -1}, {"seed": 2**32 - 1}):
         seeds = {options(**random).sampling.seed for _ in range(5)}
         assert len(seeds) == 5 and 2**32 - 1 not in seeds
+
+
+@pytest.mark.parametrize(
+    ("samplers", "order"),
+    [
+        (["top_k", "temperature"], ("top_k", "temperature")),
+        (["temp", "typical", "top-p", "nucleus"], ("temperature", "typ_p", "top_p", "top_p")),
+        (["infill", "TOP_K", "", "min_p"], ("min_p",)),
+        ([], ()),
+        ("tkpa", ("temperature", "top_k", "top_p", "adaptive_p")),
+        ("t?t", ("temperature", "temperature")),
+        ("", ()),
+        ("edskypmxt", ORDER),
+    ],
+)
+def test_samplers_are_names_or_letters_and_unknown_ones_are_left_out(samplers, order):
+    assert options(samplers=samplers).sampling.order == order
+
+
+@pytest.mark.parametrize(
+    ("server", "order"),
+    [
+        ({}, ORDER),
+        ({"samplers": "temperature;top-k;nonsense"}, ("temperature", "top_k")),
+        ({"sampler_seq": "kt"}, ("top_k", "temperature")),
+        ({"samplers": "min_p", "sampler_seq": "kt"}, ("min_p",)),
+    ],
+)
+def test_the_server_has_an_order_of_its_own(server, order):
+    assert options(changed=settings(**server)).sampling.order == order
+    assert options(changed=settings(**server), samplers=["xtc"]).sampling.order == ("xtc",)
+
+
+def test_breakers_are_the_requests_else_the_servers_else_four():
+    assert options().dry_breakers == ("\n", ":", '"', "*")
+    assert options(dry_sequence_breakers=["a", ""]).dry_breakers == ("a", "")
+    assert options(changed=settings(dry_sequence_breaker=("none",))).dry_breakers == ()
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ READING = [
     "body", [b"", b"{", b"[]", b"null", b'"x"', b'{"a": NaN}', b"\xff\xfe{\x00", b"[" * 5000], ids=lambda b: b[:9].hex()
 )
 async def test_a_bad_body_is_400_in_json_on_every_route(path, body):
-    async with serving() as server:
+    async with serving(embeddings=True) as server:
         status, answer = await server.post(path, body, headers={"Content-Type": "text/nonsense"})
         assert status == 400
         assert answer["error"]["code"] == 400 and answer["error"]["type"] == "invalid_request_error"
