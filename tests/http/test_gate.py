@@ -176,6 +176,28 @@ async def test_what_is_left_off_for_safety_is_403_without_a_code(method, path):
     assert error.keys() == {"message", "type"} and error["type"] == "feature_disabled"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/tools"), ("POST", "/cors-proxy"), ("POST", "/v1/rerank"), ("POST", "/infill"), ("POST", "/slots/0"),
+     ("POST", "/props"), ("GET", "/lora-adapters"), ("POST", "/v1/chat/completions/input_tokens")],
+)  # fmt: skip
+async def test_loading_comes_before_the_key_and_the_key_before_what_the_server_can_do(method, path):
+    for loaded, headers, wanted in ((False, {}, 503), (True, {}, 401), (True, {"X-Api-Key": "sesame"}, None)):
+        async with serving(loaded=loaded, **KEY) as server:
+            async with server.session.request(method, path, headers=headers) as response:
+                assert response.status == wanted or (wanted is None and response.status not in (401, 503))
+            async with server.session.options(path) as response:
+                assert response.status == 200
+
+
+@pytest.mark.parametrize(("kind", "name"), [("image_url", "image"), ("input_audio", "audio"), ("input_video", "video")])
+async def test_media_are_refused_in_the_words_that_clients_look_for(kind, name):
+    async with serving() as server:
+        body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]}
+        status, answer = await server.post("/v1/chat/completions", body)
+    assert status == 400 and f"{name} input is not supported" in answer["error"]["message"]
+
+
 async def test_a_prefix_stands_before_every_route_and_health_stays_public():
     async with serving(api_prefix="/llm", **KEY) as server:
         assert (await server.get("/llm/health"))[0] == 200
