@@ -269,7 +269,9 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _works("kv_unified_per_slot", "int", "--kv-unified-per-slot", "LLAMA_ARG_KV_UNIFIED_PER_SLOT", None,
                "most tokens of context that a slot may take, also of a shared one; without --ctx-size each slot gets "
                "as many", low=2, shown="not limited"),
-        _accepted("batch_size", "int", "-b --batch-size", "LLAMA_ARG_BATCH", 2048, "logical batch size", low=1),
+        _works("batch_size", "int", "-b --batch-size", "LLAMA_ARG_BATCH", 2048,
+               "tokens around the gap that /infill looks at: three quarters before it, one after it. Prompts are "
+               "computed by --ubatch-size", low=1),
         _accepted("cont_batching", "pair", "-cb --cont-batching / -nocb --no-cont-batching", "LLAMA_ARG_CONT_BATCHING",
                   True, "batch continuously: always on here"),
         _accepted("context_shift", "pair", "--context-shift / --no-context-shift", "LLAMA_ARG_CONTEXT_SHIFT", False,
@@ -472,6 +474,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                   "1 takes no snapshots at the end of the history"),
         _works("disable_cache_warmup", "exact", "", "MLXCEL_DISABLE_CACHE_WARMUP", False,
                   "1 does not warm up the next turn"),
+        _works("slots_debug", "exact", "", "LLAMA_SERVER_SLOTS_DEBUG", False,
+               "1 shows prompts and generated texts in /slots, to everybody who may ask"),
         _refused("list_devices", "switch", "--list-devices", "", False, "list devices and exit"),
         _refused("completion_bash", "switch", "--completion-bash", "", False, "print completions for bash and exit"),
         _refused("estimate_memory", "switch", "--estimate-memory", "", False, "print what memory is needed and exit"),
@@ -646,7 +650,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _works("embd_normalize", "int", "--embd-normalize", "", 2,
                "length that an embedding is scaled to: -1 leaves it alone, 0 makes its largest number 32760, 1 is the "
                "taxicab norm, 2 the Euclidean one, more the p-norm", low=-1, high=100),
-        _accepted("spm_infill", "switch", "--spm-infill", "", False, "order of the parts of /infill"),
+        _works("spm_infill", "switch", "--spm-infill", "", False,
+               "put the suffix before the prefix in the prompts of /infill, as some models want it"),
         _accepted("ui_config", "str", "--ui-config --webui-config", "LLAMA_ARG_UI_CONFIG", None,
                   "settings of the web page", "JSON"),
         _accepted("ui_config_file", "str", "--ui-config-file --webui-config-file", "LLAMA_ARG_UI_CONFIG_FILE", None,

@@ -15,7 +15,20 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, embeddings, llama, models, openai, props, slots, unsupported
+from mlxcel.api import (
+    admin,
+    cache,
+    cache_stats,
+    embeddings,
+    infill,
+    llama,
+    lora,
+    models,
+    openai,
+    props,
+    slots,
+    unsupported,
+)
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
 from mlxcel.api.listen import sites
@@ -43,8 +56,10 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/v1/cache/explain",), cache.explain_miss),
     ("POST", ("/v1/cache/warm",), cache.warm),
     ("POST", ("/chat/completions", "/v1/chat/completions"), openai.chat),
+    ("POST", ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"), openai.count),
     ("POST", ("/v1/completions",), openai.completions),
     ("POST", ("/completion", "/completions"), llama.completion),
+    ("POST", ("/infill",), infill.infill),
     ("POST", ("/embedding", "/embeddings"), embeddings.native),
     ("POST", ("/v1/embeddings",), embeddings.openai),
     ("POST", ("/tokenize",), llama.tokenize),
@@ -52,6 +67,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/apply-template",), llama.apply_template),
     ("GET", ("/props",), props.show),
     ("POST", ("/props",), props.change),
+    ("GET", ("/lora-adapters",), lora.list_adapters),
+    ("POST", ("/lora-adapters",), lora.scale),
     ("GET", ("/slots",), slots.list_slots),
     ("POST", ("/slots/{id}",), slots.act),
     ("POST", ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), unsupported.rerank),

@@ -23,17 +23,30 @@ MAX_DEPTH = 100  # canonical JSON, jinja's tojson and templates recurse over wha
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body` (UTF-8, no NaN or Infinity, nested at most MAX_DEPTH deep) or InvalidRequest."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"request body is not valid JSON: {error}") from None
+    value = _parse(body)
     if not isinstance(value, dict):
         raise InvalidRequest(f"request body must be a JSON object, got {kind_of(value)}")
     _check_depth(value)
     return value
 
 
-def _check_depth(value: object) -> None:
+def parse_array(body: bytes) -> list[Any]:
+    """The same of an array."""
+    value = _parse(body)
+    if not isinstance(value, list):
+        raise InvalidRequest(f"request body must be an array, got {kind_of(value)}")
+    _check_depth(value)
+    return value
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"request body is not valid JSON: {error}") from None
+
+
+def _check_depth(value: list[Any] | dict[str, Any]) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner = (v.values() if isinstance(v, dict) else v for v in level)

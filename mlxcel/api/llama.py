@@ -9,7 +9,7 @@ from aiohttp import web
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import Asked, answer, json_response
 from mlxcel.api.openai import new_native, new_reply
-from mlxcel.api.prepare import chat_template, off_loop, prepare_prompts, render, tokenise
+from mlxcel.api.prepare import off_loop, prepare_prompts, render_chat, tokenise
 from mlxcel.api.requests import parse_conversation, parse_native, parse_prompt
 from mlxcel.api.services import SERVICES, Services
 
@@ -29,12 +29,15 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 def _tokenize(services: Services, body: bytes) -> dict[str, object]:
+    """Anything but a boolean leaves a switch as it is by default, as in llama-server."""
     fields, tokenizer = Fields(parse_object(body)), services.live.model.tokenizer
     content = fields.raw("content")
     if content is None or content == "" or content == []:
         return {"tokens": []}
-    tokens = tokenise(tokenizer, parse_prompt(content, "content"), add_special=fields.boolean("add_special", False))
-    if not fields.boolean("with_pieces", False):
+    add_special, parse_special = fields.raw("add_special") is True, fields.raw("parse_special") is not False
+    prompt = parse_prompt(content, "content")
+    tokens = tokenise(tokenizer, prompt, add_special=add_special, parse_special=parse_special)
+    if fields.raw("with_pieces") is not True:
         return {"tokens": tokens.tolist()}
     return {"tokens": [{"id": token, "piece": _piece(tokenizer.piece(token))} for token in tokens]}
 
@@ -64,5 +67,4 @@ async def apply_template(request: web.Request) -> web.Response:
 
 
 def _apply_template(services: Services, body: bytes) -> dict[str, object]:
-    conversation = parse_conversation(body, services.settings)
-    return {"prompt": render(chat_template(services), conversation, keep_thinking=services.store.enabled)}
+    return {"prompt": render_chat(services, parse_conversation(body, services.settings))}

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: what their bodies ask for."""
+"""POST /v1/chat/completions and /v1/completions: what their bodies ask for, and how many tokens a chat is."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from mlxcel.api.generate import Asked, answer
+from mlxcel.api.generate import Asked, answer, json_response
 from mlxcel.api.native import Native
 from mlxcel.api.options import Options
-from mlxcel.api.prepare import prepare_chat, prepare_prompts
-from mlxcel.api.requests import parse_chat, parse_completion
+from mlxcel.api.prepare import off_loop, prepare_chat, prepare_prompts, render_chat
+from mlxcel.api.requests import parse_chat, parse_completion, parse_conversation
 from mlxcel.api.responses import Chat, Completion, Reply
-from mlxcel.api.services import Services
+from mlxcel.api.services import SERVICES, Services
 from mlxcel.engine.sequence import Generation
 
 
@@ -27,6 +27,17 @@ def _chat(services: Services, body: bytes) -> Asked:
     reply = new_reply(services, parsed.options)
     shape = Chat(reply, _verbose(services, reply, generations))
     return Asked(parsed.options, generations, shape, parsed.conversation)
+
+
+async def count(request: web.Request) -> web.Response:
+    return json_response(await off_loop(_count, request.app[SERVICES], await request.read()))
+
+
+def _count(services: Services, body: bytes) -> dict[str, object]:
+    """Of the prompt that the same body would be answered to."""
+    text = render_chat(services, parse_conversation(body, services.settings))
+    num = len(services.live.model.tokenizer.encode(text, add_special=False))
+    return {"object": "response.input_tokens", "input_tokens": num}
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -67,6 +67,7 @@ def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -
     default_max = settings.n_predict
     max_tokens = fields.integer("n_predict", "max_completion_tokens", "max_tokens", default=default_max, low=-1)
     stream_options = Fields(fields.mapping("stream_options", {}))
+    check_scales(fields.array("lora", []), "lora")
     fields.integer("n_cache_reuse", default=0, low=0)  # stored prefixes are reused whatever it says
     return Options(
         sampling=read_sampling(fields, settings),
@@ -101,6 +102,16 @@ def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -
 def _slot(value: Any) -> int | None:
     """Read leniently, as llama-server does: anything but a number of a slot lets the server choose."""
     return value if type(value) is int and value >= 0 else None
+
+
+def check_scales(scales: list[Any], name: str) -> None:
+    """[{"id": number, "scale": number}, ...] of LoRA adapters, of which none is loaded. Raises InvalidRequest."""
+    for scale in scales:
+        if not isinstance(scale, dict) or type(scale.get("id")) is not int:
+            raise invalid(name, "expected an array of objects with the id and the scale of an adapter")
+        if type(scale.get("scale", 0)) not in (int, float):
+            raise invalid(name, "the scale of an adapter is not a number")
+        raise invalid(name, "no adapter of this id is loaded")
 
 
 def _response_fields(paths: list[Any]) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
     """One generation for each choice. Raises InvalidRequest."""
     template = chat_template(services)
     tokenizer = services.live.model.tokenizer
-    text = render(template, request.conversation, keep_thinking=services.store.enabled)
+    text = render_chat(services, request.conversation)
     tokens = tokenizer.encode(text, add_special=False)  # the template alone decides on BOS
     signature = _signature(template, request.conversation)
     context = _context(services, request.options, signature.hex, signature.parts)
@@ -121,6 +121,11 @@ def chat_template(services: Services) -> ChatTemplate:
     return services.live.template
 
 
+def render_chat(services: Services, conversation: Conversation) -> str:
+    """The prompt that a chat is answered to."""
+    return render(chat_template(services), conversation, keep_thinking=services.store.enabled)
+
+
 def render(template: ChatTemplate, conversation: Conversation, *, keep_thinking: bool) -> str:
     """The prompt's text. A continued message's text is put after the generation prompt, as llama-server does.
 
@@ -160,11 +165,13 @@ def _signature(template: ChatTemplate, conversation: Conversation) -> Signature:
     )
 
 
-def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool) -> array[int]:
+def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool, parse_special: bool = True) -> array[int]:
     """Only text at the very beginning gets the special tokens that the model wants there."""
     tokens: array[int] = array("i")
     for i, part in enumerate(prompt):
-        tokens += tokenizer.encode(part, add_special=add_special and i == 0) if isinstance(part, str) else part
+        if isinstance(part, str):
+            part = tokenizer.encode(part, add_special=add_special and i == 0, parse_special=parse_special)
+        tokens += part
     return tokens
 
 

@@ -64,10 +64,20 @@ def parse_completion(body: bytes, settings: Settings) -> PromptRequest:
 
 
 def parse_native(body: bytes, settings: Settings) -> PromptRequest:
-    """POST /completion. `n_probs` 0 asks for no log-probabilities, as llama-server has it. Raises InvalidRequest."""
+    """POST /completion. Raises InvalidRequest."""
     fields = _fields(body)
-    n_probs = fields.integer("n_probs", "logprobs", default=0, low=0, high=MAX_LOGPROBS)
-    return _prompt_request(fields, settings, n_probs or None)
+    return _prompt_request(fields, settings, _native_logprobs(fields))
+
+
+def read_native(body: bytes, settings: Settings) -> tuple[Fields, Options]:
+    """POST /infill: the options of /completion, whose prompt is another's to read. Raises InvalidRequest."""
+    fields = _fields(body)
+    return fields, read_options(fields, settings, _native_logprobs(fields))
+
+
+def _native_logprobs(fields: Fields) -> int | None:
+    """`n_probs` 0 asks for no log-probabilities, as llama-server has it."""
+    return fields.integer("n_probs", "logprobs", default=0, low=0, high=MAX_LOGPROBS) or None
 
 
 def _fields(body: bytes) -> Fields:

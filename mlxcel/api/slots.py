@@ -40,10 +40,11 @@ async def list_slots(request: web.Request) -> web.Response:
     slots = services.live.scheduler.slots.all
     if request.query.get("fail_on_no_slot") and all(slot.busy for slot in slots):
         raise Unavailable("no slot available")
-    return json_response([_shown(services.live, slot) for slot in slots])
+    return json_response([_shown(services, slot) for slot in slots])
 
 
-def _shown(live: Live, slot: Slot) -> dict[str, object]:
+def _shown(services: Services, slot: Slot) -> dict[str, object]:
+    live = services.live
     shown: dict[str, object] = {
         "id": slot.id,
         "n_ctx": live.scheduler.n_ctx,
@@ -54,6 +55,9 @@ def _shown(live: Live, slot: Slot) -> dict[str, object]:
     if sequence is None:
         return shown
     decoded = len(sequence.tokens)
+    if services.settings.slots_debug:
+        decode = live.model.tokenizer.decode_special
+        shown |= {"prompt": decode(sequence.prompt), "generated": decode(sequence.tokens)}
     return shown | {
         "id_task": sequence.id,
         "n_prompt_tokens": sequence.num_prompt,

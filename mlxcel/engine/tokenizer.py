@@ -1,15 +1,19 @@
 """Text to token ids and back, over a transformers tokenizer that was loaded with the model.
 
-It owns which ids end a generation (the union of config.json, generation_config.json and the tokenizer) and how
-special tokens are treated. It does not know chat templates beyond handing out the source.
+It owns which ids end a generation (the union of config.json, generation_config.json and the tokenizer, and the tokens
+that end a filled gap) and how special tokens are treated. It does not know chat templates beyond handing out the
+source.
 """
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
+
+from mlxcel.engine.fim import find_fim
 
 
 class Tokenizer:
@@ -17,7 +21,9 @@ class Tokenizer:
 
     def __init__(self, backend: Any, *, eos_ids: Iterable[int], vocab_size: int, chat_template: str | None) -> None:
         self._backend = backend
-        self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
+        self.fim = find_fim({text: i for text, i in backend.get_added_vocab().items() if i < vocab_size})
+        ends = {*eos_ids} | (self.fim.ends if self.fim else frozenset())
+        self.eos_ids = frozenset(i for i in ends if 0 <= i < vocab_size)
         self.vocab_size = vocab_size
         self.chat_template = chat_template
         self.bos_text: str | None = backend.bos_token
@@ -26,12 +32,30 @@ class Tokenizer:
             name: str(text) for name, text in backend.special_tokens_map.items() if isinstance(text, str)
         }
 
-    def encode(self, text: str, *, add_special: bool) -> array[int]:
-        """Ids of `text`; special-token texts inside it become their ids. `add_special` adds what the model wants
-        around a raw prompt (BOS), unless the text begins with the BOS text already."""
+    def encode(self, text: str, *, add_special: bool, parse_special: bool = True) -> array[int]:
+        """Ids of `text`; special-token texts inside it become their ids if `parse_special`. `add_special` adds what the
+        model wants around a raw prompt (BOS), unless the text begins with the BOS text already."""
+        if not parse_special:
+            return self._encode_plain(text, add_special)
         if add_special and self.bos_text and text.startswith(self.bos_text):
             add_special = False
         return array("i", self._backend.encode(text, add_special_tokens=add_special))
+
+    def _encode_plain(self, text: str, add_special: bool) -> array[int]:
+        if self._plain is None:
+            ids = self._backend.encode(text, add_special_tokens=add_special, split_special_tokens=True)
+        else:
+            ids = self._plain.encode(text, add_special_tokens=add_special).ids
+        return array("i", ids)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """A copy that knows no special tokens; None when it is another kind. On the backend itself this would be a
+        switch, thrown for all threads at once."""
+        rust = copy.deepcopy(getattr(self._backend, "backend_tokenizer", None))
+        if rust is not None:
+            rust.encode_special_tokens = True
+        return rust
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""

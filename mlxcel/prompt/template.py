@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxcel.errors import ConfigError, InvalidRequest
 
+MEDIA = {"image_url": "image", "input_image": "image", "input_audio": "audio", "input_video": "video"}
 MAX_MESSAGE = 300  # characters of a failure that are repeated to the client and in the log
 _FAILURES = (
     TemplateError,
@@ -175,6 +176,8 @@ def _part_text(name: str, part: object) -> str:
     kind = part.get("type")
     if not isinstance(kind, str):
         raise _invalid(f"{name}.type", "expected a string")
+    if kind in MEDIA:
+        raise _invalid(f"{name}.type", f"{MEDIA[kind]} input is not supported: this model takes text only")
     if kind != "text":
         raise _invalid(f"{name}.type", f"{_one_line(kind, 40)!r} is not supported, only 'text' is")
     text = part.get("text")

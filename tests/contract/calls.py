@@ -16,6 +16,11 @@ NATIVE = {
     "timings",
 }  # fmt: skip
 OPENAI = {"id", "object", "created", "model", "system_fingerprint", "choices", "usage", "timings"}
+PROPS = {
+    "default_generation_settings", "total_slots", "model_alias", "model_ftype", "model_path", "modalities",
+    "media_marker", "endpoint_slots", "endpoint_props", "endpoint_metrics", "ui", "ui_settings", "chat_template",
+    "chat_template_caps", "bos_token", "eos_token", "build_info", "is_sleeping", "cors_proxy_enabled",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,9 @@ def _each(paths: str, method: str, *args: Any, **more: Any) -> list[Call]:
 CALLS: list[Call] = [
     *_each("/health /v1/health", "GET", 200, {"status"}, note="public, never waits"),
     *_each("/models /v1/models", "GET", 200, {"object", "data", "models"}),
-    Call("GET", "/props", 200, {"default_generation_settings", "total_slots", "model_alias", "model_path", "modalities",
-                                "chat_template", "bos_token", "eos_token", "build_info", "is_sleeping"}),
+    Call("GET", "/props", 200, PROPS),
+    Call("POST", "/props", 200, {"success"}, {}, {"props": True}, note="with --props; nothing can be set"),
+    Call("POST", "/props", 501, {"error"}, {}, note="without --props"),
     Call("GET", "/metrics", 501, {"error"}, changes={"metrics": False}, note="without --metrics"),
     Call("GET", "/slots", 200, {"id", "n_ctx", "speculative", "is_processing"}),
     Call("GET", "/slots", 501, {"error"}, changes={"slots": False}, note="with --no-slots"),
@@ -54,6 +60,19 @@ CALLS: list[Call] = [
     *_each("/completion /completions", "POST", 200, NATIVE, {"prompt": "<<ok>>"}),
     Call("POST", "/v1/completions", 200, OPENAI, {"prompt": "<<ok>>"}),
     *_each("/chat/completions /v1/chat/completions", "POST", 200, OPENAI, {"messages": MESSAGES}),
+    Call("POST", "/v1/chat/completions", 200, {*OPENAI, "__verbose"}, {"messages": MESSAGES, "verbose": True}),
+    *_each("/chat/completions/input_tokens /v1/chat/completions/input_tokens", "POST", 200,
+           {"object", "input_tokens"}, {"messages": MESSAGES}),
+    Call("POST", "/infill", 501, {"error"}, {"input_prefix": "a", "input_suffix": "b"},
+         note="a model without fill-in-the-middle tokens; with them as `/completion`"),
+    Call("GET", "/lora-adapters", note="an empty array"),
+    Call("POST", "/lora-adapters", 200, {"success"}, []),
+    Call("POST", "/lora-adapters", 400, {"error"}, {"id": 0}, note="not an array"),
+    Call("POST", "/lora-adapters", 400, {"error"}, [{"id": 0, "scale": 1}], note="an unknown id"),
+    *_each("/rerank /reranking /v1/rerank /v1/reranking", "POST", 501, {"error"}, {}),
+    *_each("/audio/transcriptions /v1/audio/transcriptions /v1/systemone", "POST", 501, {"error"}, {}),
+    *_each("/tools /cors-proxy", "GET", 403, {"error"}, note="`feature_disabled`"),
+    *_each("/tools /cors-proxy", "POST", 403, {"error"}, {}, note="`feature_disabled`"),
     Call("POST", "/tokenize", 200, {"tokens"}, {"content": "ab"}),
     Call("POST", "/detokenize", 200, {"content"}, {"tokens": [65, 66]}),
     Call("POST", "/apply-template", 200, {"prompt"}, {"messages": MESSAGES}),

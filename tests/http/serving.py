@@ -193,7 +193,7 @@ def wire(
     warmups = choose_warmups(services, model)
     reuse = choose_reuse(services, model, wanted)
     told = on_finished(services)
-    scheduler = Scheduler(engine, pool, reuse, TOKENIZER, wanted, warmups=warmups, on_finished=told)
+    scheduler = Scheduler(engine, pool, reuse, model.tokenizer, wanted, warmups=warmups, on_finished=told)
     declare(services.metrics, scheduler, store, snapshots)
     if loaded:
         services.loaded = Live(model, scheduler, ChatTemplate(template, {}) if template else None)

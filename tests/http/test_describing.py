@@ -93,3 +93,19 @@ async def test_props_are_changed_by_nobody_unless_allowed():
 async def test_what_the_server_says_of_itself_needs_the_key(path):
     async with serving(api_key=("sesame",)) as server:
         assert (await server.get(path))[0] == 401
+
+
+# --- token counts
+
+
+@pytest.mark.parametrize("path", ["/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"])
+async def test_the_counted_tokens_are_those_that_the_answer_reports(path):
+    body = {"messages": [{"role": "system", "content": "Ž🙂"}, {"role": "user", "content": "<<x>>"}], "max_tokens": 1}
+    async with serving() as server:
+        status, counted = await server.post(path, body)
+        _, answered = await server.post("/v1/chat/completions", body)
+        assert (status, counted.keys()) == (200, {"object", "input_tokens"})
+        assert counted["object"] == "response.input_tokens"
+        assert counted["input_tokens"] == answered["usage"]["prompt_tokens"]
+        assert server.scheduler.totals.submitted == 1
+        assert (await server.post(path, {"messages": []}))[0] == 400

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from mlxcel import __version__
-from mlxcel.api import cache, props, slots, unsupported
+from mlxcel.api import cache, infill, lora, props, slots, unsupported
 from mlxcel.api.app import MAX_BODY, ROUTES
 from tests.http.serving import asking, encode, serving
 
@@ -176,6 +176,28 @@ async def test_what_is_left_off_for_safety_is_403_without_a_code(method, path):
     assert error.keys() == {"message", "type"} and error["type"] == "feature_disabled"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/tools"), ("POST", "/cors-proxy"), ("POST", "/v1/rerank"), ("POST", "/infill"), ("POST", "/slots/0"),
+     ("POST", "/props"), ("GET", "/lora-adapters"), ("POST", "/v1/chat/completions/input_tokens")],
+)  # fmt: skip
+async def test_loading_comes_before_the_key_and_the_key_before_what_the_server_can_do(method, path):
+    for loaded, headers, wanted in ((False, {}, 503), (True, {}, 401), (True, {"X-Api-Key": "sesame"}, None)):
+        async with serving(loaded=loaded, **KEY) as server:
+            async with server.session.request(method, path, headers=headers) as response:
+                assert response.status == wanted or (wanted is None and response.status not in (401, 503))
+            async with server.session.options(path) as response:
+                assert response.status == 200
+
+
+@pytest.mark.parametrize(("kind", "name"), [("image_url", "image"), ("input_audio", "audio"), ("input_video", "video")])
+async def test_media_are_refused_in_the_words_that_clients_look_for(kind, name):
+    async with serving() as server:
+        body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]}
+        status, answer = await server.post("/v1/chat/completions", body)
+    assert status == 400 and f"{name} input is not supported" in answer["error"]["message"]
+
+
 async def test_a_prefix_stands_before_every_route_and_health_stays_public():
     async with serving(api_prefix="/llm", **KEY) as server:
         assert (await server.get("/llm/health"))[0] == 200
@@ -185,8 +207,13 @@ async def test_a_prefix_stands_before_every_route_and_health_stays_public():
         assert (await server.get("/v1/models", headers=headers))[0] == 404
 
 
-NOT_READING = {cache.reset, props.change, slots.act, *(f for f in vars(unsupported).values() if callable(f))}
-READING = [path for method, paths, do in ROUTES if method == "POST" and do not in NOT_READING for path in paths]
+NOT_READING = {cache.reset, infill.infill, lora.scale, props.change, slots.act}  # nor all of `unsupported`
+READING = [
+    path
+    for method, paths, do in ROUTES
+    if method == "POST" and do not in NOT_READING and do.__module__ != unsupported.__name__
+    for path in paths
+]
 
 
 @pytest.mark.parametrize("path", READING)
@@ -275,6 +302,15 @@ async def test_tokenize_shows_pieces():
         _, body = await server.post("/tokenize", {"content": "ab", "with_pieces": True})
         assert [entry["piece"] for entry in body["tokens"]] == ["a", "b"]
         assert [entry["id"] for entry in body["tokens"]] == encode("ab").tolist()
+
+
+async def test_tokenize_leaves_special_tokens_alone_when_asked_to():
+    async with serving() as server:
+        for parse_special, num in ((True, 2), (False, 11), (None, 2), ("no", 2)):
+            _, body = await server.post("/tokenize", {"content": "a<|im_end|>", "parse_special": parse_special})
+            assert len(body["tokens"]) == num
+        _, body = await server.post("/tokenize", {"content": "a", "with_pieces": "yes", "add_special": 5})
+        assert body["tokens"] == encode("a").tolist(), "a switch of a wrong type is as good as none"
 
 
 @pytest.mark.parametrize("tokens", [[320], [-1], ["a"], [1.5], "x", [True]])

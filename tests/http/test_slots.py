@@ -55,6 +55,16 @@ async def test_a_running_request_is_shown_in_its_slot_and_afterwards_as_its_last
         sequence.cancel()
 
 
+async def test_prompts_and_texts_are_shown_to_those_who_debug_and_to_nobody_else():
+    for is_debugging in (True, False):
+        async with serving(slots_debug=is_debugging) as server:
+            await server.post("/completion", asking("/completion", "<<ok\n>>", id_slot=0))
+            _, slots = await server.get("/slots")
+        shown = {key: slots[0][key] for key in ("prompt", "generated") if key in slots[0]}
+        assert shown == ({"prompt": "<<ok\n>>", "generated": "ok\n<|im_end|>"} if is_debugging else {})
+        assert slots[0]["next_token"][0]["has_new_line"]
+
+
 async def test_a_request_says_which_slot_it_ran_in_and_ids_wrap():
     async with serving() as server:
         for wanted, got in ((0, 0), (3, 3), (7, 3), (4, 0)):

@@ -290,7 +290,7 @@ def test_what_is_no_message_is_refused_naming_the_member(messages, param):
 
 
 def test_an_unsupported_part_is_named_in_one_printable_line():
-    with pytest.raises(InvalidRequest, match="'image_url' is not supported"):
+    with pytest.raises(InvalidRequest, match="image input is not supported"):
         normalise_messages([user([{"type": "image_url"}])])
     with pytest.raises(InvalidRequest) as error:
         normalise_messages([user([{"type": "x\n\x1b[31m" + "y" * 1000}])])
