@@ -109,7 +109,9 @@ async def costs(scheduler: Scheduler, model: LoadedModel, batch: int, tokens: in
     print("|---|---|---|---|---|---|")
     for name, (kind, text) in GRAMMARS.items():
         grammar = model.grammars.compile(kind, text)  # type: ignore[arg-type]
-        free, bound, rows = [], [], []
+        free: list[float] = []
+        bound: list[float] = []
+        rows: list[Any] = []
         for _ in range(repeats + 1):
             free.append((await step_seconds(scheduler, model, batch, tokens, None))[0])
             seconds, rows = await step_seconds(scheduler, model, batch, tokens, grammar)
@@ -123,7 +125,7 @@ async def costs(scheduler: Scheduler, model: LoadedModel, batch: int, tokens: in
 
 
 async def validate(scheduler: Scheduler, model: LoadedModel, num: int) -> None:
-    import jsonschema
+    import jsonschema  # type: ignore[import-untyped]
 
     from tests.schemas import schema
 

@@ -50,6 +50,16 @@ class Unauthorized(ServerError):
     type = "authentication_error"
 
 
+class FeatureDisabled(ServerError):
+    """Left off for safety. Its error object has no code, as in llama-server."""
+
+    status = 403
+    type = "feature_disabled"
+
+    def body(self) -> dict[str, object]:
+        return {"error": {"message": self.message, "type": self.type}}
+
+
 class NotFound(ServerError):
     status = 404
     type = "not_found_error"

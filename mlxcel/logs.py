@@ -120,8 +120,7 @@ def _file_handler(settings: Settings) -> logging.Handler:
     try:
         handler = WatchedFileHandler(settings.log_file, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        source = settings.origin("log_file").removeprefix("environment ").replace("command line", "--log-file")
-        raise ConfigError(f"{source}: cannot open {settings.log_file}: {error.strerror}") from None
+        raise ConfigError(f"{settings.source('log_file')}: cannot open {settings.log_file}: {error.strerror}") from None
     timestamps = settings.log_timestamps is not False
     lines = LineFormatter(timestamps=timestamps, colors=False, prefix=settings.log_prefix)
     handler.setFormatter(JsonFormatter() if settings.log_jsonl else lines)

@@ -15,7 +15,8 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +24,19 @@ from aiohttp import web
 
 from mlxcel import __version__
 from mlxcel.api.app import build_app, start_site
+from mlxcel.api.listen import urls
 from mlxcel.api.services import Live, Services
 from mlxcel.cache.limits import Limits, SnapshotLimits, choose_limits, choose_snapshot_limits
 from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
-from mlxcel.errors import ConfigError, StartError
+from mlxcel.errors import ConfigError
 from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
 from mlxcel.settings import Settings
 from mlxcel.sources import check_named, find_model
 
 if TYPE_CHECKING:
-    from mlxcel.engine.batch import Engine
+    from mlxcel.engine.lifecycle import Sleeper
     from mlxcel.engine.model import LoadedModel
     from mlxcel.engine.reuse import Reuse
     from mlxcel.engine.scheduler import Bounds, Scheduler
@@ -65,6 +67,8 @@ async def _serve(settings: Settings) -> int:
         log.info("setting %s", line)
     if idle := settings.without_effect():
         log.info("accepted without effect here: %s", ", ".join(idle))
+    if settings.sleep_idle_seconds == 0:
+        raise ConfigError("--sleep-idle-seconds: 0 would never be awake; -1 never sleeps")
     check_named(path=settings.model, hf_repo=settings.hf_repo, demo=settings.demo)
     stop = _catch_signals()
     enabled = settings.prompt_cache_enabled
@@ -101,15 +105,9 @@ def _catch_signals() -> asyncio.Event:
 
 
 async def _listen(services: Services) -> web.AppRunner:
-    settings = services.settings
-    try:
-        runner = await start_site(build_app(services), settings)
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        raise StartError(f"cannot listen on {where}: {error.strerror or error}") from None
-    for address in runner.addresses:
-        shown = address if isinstance(address, str) else f"http://{address[0]}:{address[1]}"
-        log.info("listening on %s, loading the model", shown)
+    runner = await start_site(build_app(services), services.settings)
+    for url in urls(runner, services.settings):
+        log.info("listening on %s, loading the model", url)
     return runner
 
 
@@ -126,22 +124,27 @@ async def _unless(stop: asyncio.Event, work: asyncio.Future[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    engine: Engine
+    engine: Sleeper
     scheduler: Scheduler
 
 
 async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
     settings, loop = services.settings, asyncio.get_running_loop()
     path = await asyncio.to_thread(_find, settings)
-    model = await loop.run_in_executor(pool, _load_model, settings, path)
-    from mlxcel.engine.batch import Engine
+    await loop.run_in_executor(pool, _prepare, settings)
+    loaded = await loop.run_in_executor(pool, _load_model, settings, path, settings.self_test)
+    from mlxcel.engine.lifecycle import Sleeper, run_once
     from mlxcel.engine.memory import bytes_left
     from mlxcel.engine.scheduler import Scheduler
     from mlxcel.engine.telemetry import declare
 
+    model = replace(loaded, net=None)
+    await asyncio.to_thread(_check_default_grammar, settings, model)
     bounds = choose_bounds(settings, model)
     _size_stores(services, model, bounds, bytes_left())
-    engine = Engine(model)
+    engine = Sleeper(loaded, partial(_load_model, settings, path, False))
+    if settings.warmup:
+        await loop.run_in_executor(pool, run_once, engine)
     scheduler = Scheduler(
         engine,
         pool,
@@ -152,7 +155,7 @@ async def _load(services: Services, pool: ThreadPoolExecutor) -> Parts:
         on_finished=on_finished(services),
     )
     declare(services.metrics, scheduler, services.store, services.snapshots)
-    services.loaded = Live(model, scheduler, _template(settings, model))
+    services.loaded = Live(model, scheduler, _template(settings, model), lambda: engine.is_asleep)
     _announce(services, model, bounds)
     return Parts(engine, scheduler)
 
@@ -167,10 +170,9 @@ def _find(settings: Settings) -> Path:
     )
 
 
-def _load_model(settings: Settings, path: Path) -> LoadedModel:
-    """On the MLX thread: the libraries take seconds to import, the weights longer."""
+def _prepare(settings: Settings) -> None:
+    """On the MLX thread: the libraries take seconds to import."""
     from mlxcel.engine import cpu
-    from mlxcel.engine.model import load_model
 
     blas = cpu.prepare()
     log.info("%s", blas)
@@ -178,11 +180,14 @@ def _load_model(settings: Settings, path: Path) -> LoadedModel:
         log.warning("%s", blas.warning)
     if cpu.is_cpu() and settings.dtype not in ("auto", "float32"):
         log.warning("--dtype %s is slow on a CPU: float32 (auto) is 2 to 20 times as fast", settings.dtype)
+
+
+def _load_model(settings: Settings, path: Path, self_test: bool) -> LoadedModel:
+    from mlxcel.engine.model import load_model
+
     own = path.stem if path.is_file() else path.resolve().name
     name = sorted(settings.alias)[0] if settings.alias else own.encode("utf-8", "replace").decode()  # answers are UTF-8
-    model = load_model(path, dtype=settings.dtype, model_id=name, self_test=settings.self_test)
-    _check_default_grammar(settings, model)
-    return model
+    return load_model(path, dtype=settings.dtype, model_id=name, self_test=self_test)
 
 
 def _check_default_grammar(settings: Settings, model: LoadedModel) -> None:
@@ -205,6 +210,7 @@ def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
     unified = automatic if settings.kv_unified is None else settings.kv_unified
     total = settings.ctx_size
     n_ctx = model.n_ctx_train if not total else total if unified else total // slots
+    n_ctx = min(n_ctx, settings.kv_unified_per_slot or n_ctx)
     if n_ctx < 2:
         raise ConfigError(f"--ctx-size {total} leaves {n_ctx} tokens for each of {slots} slots (--parallel)")
     if n_ctx > model.n_ctx_train:
@@ -295,12 +301,26 @@ def _announce(services: Services, model: LoadedModel, bounds: Bounds) -> None:
 # --- serving and stopping
 
 
+async def _sleep_when_idle(services: Services, parts: Parts, pool: ThreadPoolExecutor) -> None:
+    from mlxcel.engine.lifecycle import sleep_when_idle
+
+    def forget() -> None:
+        services.store.reset()
+        services.snapshots.reset()
+        parts.scheduler.slots.forget()
+
+    if (seconds := services.settings.sleep_idle_seconds) > 0:
+        await sleep_when_idle(parts.engine, parts.scheduler, pool, seconds, forget)
+
+
 async def _run(
     services: Services, runner: web.AppRunner, parts: Parts, stop: asyncio.Event, pool: ThreadPoolExecutor
 ) -> int:
     running = asyncio.ensure_future(parts.scheduler.run())
+    tiring = asyncio.ensure_future(_sleep_when_idle(services, parts, pool))
     await asyncio.wait({running, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
     services.draining = True
+    tiring.cancel()
     for site in list(runner.sites):
         await site.stop()
     if not running.done():

@@ -57,6 +57,10 @@ class Settings:
     def explicit(self, name: str) -> bool:
         return name in self._origins
 
+    def source(self, name: str) -> str:
+        """What an error about the value should name: the variable that it came from, or the flag."""
+        return _source(name, self._origins)
+
     def non_defaults(self) -> list[str]:
         """`name=value (origin)` of everything somebody set that has an effect; secrets are not shown."""
         rows = [row for row in TABLE if row.effect == "works" and row.name in self._origins]

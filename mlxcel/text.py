@@ -121,32 +121,62 @@ def _failures(stop: str) -> list[int]:
     return failures
 
 
-class TextStream:
-    """The text of one generation. `stopped_by` is the stop string that ended it, if one did.
+class Lines:
+    """Passes text on up to the first line that is indented by less than `least` blanks and tabs, which `is_outdented`
+    then says. The first line may begin as it likes; an empty one is not indented at all."""
 
-    After that nothing more comes: the stop string and all behind it are dropped.
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._missing = 0  # of the current line's indentation
+        self.has_new_line = False
+        self.is_outdented = False
+
+    def push(self, text: str) -> str:
+        self.has_new_line = self.has_new_line or "\n" in text
+        for at, char in enumerate(text if self._least else ""):
+            if self._missing and char not in " \t":
+                self.is_outdented = True
+                return text[:at]
+            self._missing = self._least if char == "\n" else max(self._missing - 1, 0)
+        return text
+
+
+class TextStream:
+    """The text of one generation. `stopped_by` is the stop string that ended it, if one did; `is_outdented` says that
+    a line with less than `least_indent` did.
+
+    After that nothing more comes: the stop string, or the rest of that line, and all behind it are dropped.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...], least_indent: int = 0) -> None:
         self._detokenizer = Detokenizer(decode)
         self._matcher = StopMatcher(stop)
+        self._lines = Lines(least_indent)
 
     @property
     def stopped_by(self) -> str | None:
         return self._matcher.stopped_by
 
+    @property
+    def is_outdented(self) -> bool:
+        return self._lines.is_outdented
+
+    @property
+    def has_new_line(self) -> bool:
+        return self._lines.has_new_line
+
     def push(self, token: int) -> str:
-        """New text that is certain now; "" while it is held, and after a stop string."""
-        if self.stopped_by is not None:
+        """New text that is certain now; "" while it is held, and after the end."""
+        if self.stopped_by is not None or self.is_outdented:
             return ""
-        return self._matcher.push(self._detokenizer.push(token))
+        return self._lines.push(self._matcher.push(self._detokenizer.push(token)))
 
     def flush(self) -> str:
         """The held rest, at a healthy end: a partial stop string, a character cut short as U+FFFD.
 
         The rest may complete a stop string that contains U+FFFD, so `stopped_by` can still change here.
         """
-        if self.stopped_by is not None:
+        if self.stopped_by is not None or self.is_outdented:
             return ""
         rest = self._matcher.push(self._detokenizer.flush())
-        return rest if self.stopped_by is not None else rest + self._matcher.flush()
+        return self._lines.push(rest if self.stopped_by is not None else rest + self._matcher.flush())

@@ -12,4 +12,4 @@ DEFAULTS = {row.name: row.default for row in TABLE}
 
 def settings(**changes: Any) -> Settings:
     assert changes.keys() <= DEFAULTS.keys(), changes.keys() - DEFAULTS.keys()
-    return Settings(DEFAULTS | changes, dict.fromkeys(changes, "test"))
+    return Settings(DEFAULTS | changes, dict.fromkeys(changes, "command line"))

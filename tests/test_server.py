@@ -19,9 +19,10 @@ import pytest
 
 from mlxcel.api.app import build_app, start_site
 from mlxcel.engine.scheduler import MAX_FAILED_STEPS
-from mlxcel.server import Parts, _run
+from mlxcel.server import Parts, _run, choose_bounds
+from tests.defaults import settings
 from tests.engine.tiny_gguf import random_weights, write_gguf
-from tests.http.serving import wire
+from tests.http.serving import MODEL, wire
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,6 +63,10 @@ class Process:
                 return reply.status, json.load(reply)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
+
+    def text(self, path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as reply:
+            return reply.read().decode()
 
     @contextmanager
     def connection(self):
@@ -143,12 +148,26 @@ def test_a_port_in_use_is_said_in_one_line_before_anything_is_loaded(tmp_path, m
         (["-m", "MODEL", "--chat-template", "{% if %}"], 2, "chat template"),
         (["-m", "MODEL", "--grammar", "root ::= x"], 2, "--grammar: failed to compile: line 1"),
         (["-m", "MODEL", "--json-schema", '{"type": "banana"}'], 2, "--json-schema: failed to compile: "),
+        (["-m", "MODEL", "--ctx-size", "4", "--kv-unified-per-slot", "1"], 2, "--kv-unified-per-slot"),
+        (["-m", "MODEL", "--sleep-idle-seconds", "0"], 2, "--sleep-idle-seconds"),
+        (["-m", "MODEL", "--ssl-key-file", "FILE", "--ssl-cert-file", "FILE"], 1, "--ssl-cert-file: "),
         ([], 2, "-m PATH"),
     ],
-    ids=["no model", "no context", "bad template", "bad grammar", "bad schema", "nothing to serve"],
+    ids=[
+        "no model",
+        "no context",
+        "bad template",
+        "bad grammar",
+        "bad schema",
+        "no slot",
+        "no wakefulness",
+        "bad TLS",
+        "none",
+    ],
 )
 def test_what_cannot_be_served_ends_with_one_line_and_its_status(tmp_path, model, flags, status, message):
-    flags = [model if flag == "MODEL" else flag for flag in flags]
+    (tmp_path / "file").write_text("not PEM")
+    flags = [{"MODEL": model, "FILE": str(tmp_path / "file")}.get(flag, flag) for flag in flags]
     with process(tmp_path / "log", *flags, "--port", "0") as server:
         assert server.ends() == status
         log = server.log.read_text()
@@ -165,6 +184,77 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, model):
             server.said("SIGTERM")
             server.popen.send_signal(signal.SIGTERM)
             assert server.ends(10) == 1
+
+
+def test_an_idle_server_sleeps_through_its_probes_and_wakes_for_a_request(tmp_path, model):
+    flags = ("-m", model, "--port", "0", "--sleep-idle-seconds", "1", "--metrics", "--log-jsonl")
+    with process(tmp_path / "log", *flags) as server:
+        server.said("ready")
+        with server.stream(n_predict=5, temperature=0) as reply:
+            awake = reply.read()
+        server.said("asleep after 1 idle seconds")
+        for path in ("/health", "/v1/models"):
+            assert server.get(path)[0] == 200
+        assert "llamacpp:n_decode_total" in server.text("/metrics")
+        assert server.get("/props")[1]["is_sleeping"] is True
+        assert "awake" not in server.log.read_text()
+        with server.stream(n_predict=5, temperature=0) as reply:
+            assert said(reply.read()) == said(awake)
+        assert server.get("/props")[1]["is_sleeping"] is False
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.ends() == 0
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        assert {"time", "level", "logger", "message"} == set(lines[0])
+        assert [line["level"] for line in lines if line["level"] not in ("info", "warning")] == []
+
+
+def said(stream):
+    return [json.loads(event[6:])["content"] for event in stream.split(b"\n\n") if event]
+
+
+def test_two_servers_share_a_port_and_each_has_its_unix_socket(tmp_path, model):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    sockets = [tmp_path / "a.sock", tmp_path / "b.sock"]
+    flags = ("-m", model, "--port", port, "--reuse-port", "--no-self-test", "--no-warmup")
+    with (
+        process(tmp_path / "a", *flags, "--host", f"127.0.0.1,{sockets[0]}") as first,
+        process(tmp_path / "b", *flags, "--host", f"127.0.0.1,{sockets[1]}") as second,
+    ):
+        for server, path in zip((first, second), sockets, strict=True):
+            server.said("ready")
+            assert server.port == int(port)
+            assert over(path, b"GET /health HTTP/1.0\r\n\r\n").endswith(b'{"status":"ok"}')
+        for server in (first, second):
+            server.popen.send_signal(signal.SIGTERM)
+            assert server.ends() == 0
+    assert not any(path.exists() for path in sockets)
+
+
+def over(path, request):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.sendall(request)
+        return b"".join(iter(lambda: client.recv(4096), b""))
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_ctx"),
+    [
+        ({}, 4096),
+        ({"ctx_size": 1000}, 1000),
+        ({"ctx_size": 1000, "parallel": 4}, 250),
+        ({"ctx_size": 1000, "parallel": 4, "kv_unified": True}, 1000),
+        ({"kv_unified_per_slot": 300, "parallel": 4}, 300),
+        ({"kv_unified_per_slot": 300}, 300),
+        ({"kv_unified_per_slot": 9999}, 4096),
+        ({"kv_unified_per_slot": 300, "ctx_size": 1000, "parallel": 4, "kv_unified": True}, 300),
+        ({"kv_unified_per_slot": 300, "ctx_size": 1000, "parallel": 4}, 250),
+    ],
+)
+def test_how_much_of_the_context_a_slot_gets(changes, n_ctx):
+    assert choose_bounds(settings(**changes), MODEL).n_ctx == n_ctx
 
 
 async def test_an_engine_that_keeps_failing_ends_the_server_with_a_status_that_restarts_it():

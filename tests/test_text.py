@@ -290,3 +290,36 @@ def test_invalid_byte_runs_neither_raise_nor_lose_the_text_behind_them(data):
     tokenizer = REAL["byte-fallback"]
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]
     assert said(tokenizer.decode, ids + tokenizer.encode("hello").ids).endswith("hello")
+
+
+# --- lines
+
+
+def outdented(text: str, least: int) -> tuple[str, bool]:
+    """The text before the first line but the first that has fewer than `least` blanks or tabs in front."""
+    first, *others = text.split("\n")
+    out = first
+    for i, line in enumerate(others):
+        body = line.lstrip(" \t")
+        indent = line[: len(line) - len(body)]
+        ends_here = i == len(others) - 1 and not body  # nothing has come yet that is indented too little
+        if len(indent) < least and not ends_here:
+            return out + "\n" + indent, True
+        out += "\n" + line
+    return out, False
+
+
+@given(st.text(alphabet="a\n \t", max_size=40), cuts, st.integers(0, 3))
+def test_text_ends_at_the_first_line_that_is_indented_too_little_however_it_is_cut(text, cuts, least):
+    tokenizer = ByteLevel(split(text.encode(), cuts))
+    stream = TextStream(tokenizer.decode, (), least)
+    shown, is_outdented = outdented(text, least) if least else (text, False)
+    assert ("".join(pieces_of(stream, tokenizer.ids)), stream.is_outdented) == (shown, is_outdented)
+    assert stream.has_new_line == ("\n" in text)
+
+
+def test_a_stop_string_before_the_line_that_is_indented_too_little_wins():
+    tokenizer = ByteLevel([b"a\n  b STOP\nc"])
+    stream = TextStream(tokenizer.decode, ("STOP",), 2)
+    assert ("".join(pieces_of(stream, tokenizer.ids)), stream.stopped_by) == ("a\n  b ", "STOP")
+    assert not stream.is_outdented

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from mlxcel import __version__
-from mlxcel.api import admin, cache, cache_stats, llama, openai, slots
+from mlxcel.api import admin, cache, cache_stats, embeddings, llama, models, openai, props, slots, unsupported
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.generate import STREAM, json_response
+from mlxcel.api.listen import sites
 from mlxcel.api.page import PATHS as PAGE_PATHS
 from mlxcel.api.page import add_page
 from mlxcel.api.services import SERVICES, Services
-from mlxcel.errors import BodyTooLarge, InvalidRequest, NotFound, ServerError, Unauthorized, Unavailable
+from mlxcel.errors import BodyTooLarge, InvalidRequest, NotFound, ServerError, StartError, Unauthorized, Unavailable
 from mlxcel.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ PUBLIC_PATHS = ("/health", "/v1/health", *PAGE_PATHS)
 
 ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("GET", ("/health", "/v1/health"), admin.health),
-    ("GET", ("/models", "/v1/models"), admin.models),
+    ("GET", ("/models", "/v1/models"), models.models),
     ("GET", ("/metrics",), admin.metrics),
     ("GET", ("/v1/cache/stats",), cache_stats.stats),
     ("GET", ("/v1/cache/recent",), cache_stats.recent),
@@ -45,12 +45,20 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/chat/completions", "/v1/chat/completions"), openai.chat),
     ("POST", ("/v1/completions",), openai.completions),
     ("POST", ("/completion", "/completions"), llama.completion),
+    ("POST", ("/embedding", "/embeddings"), embeddings.native),
+    ("POST", ("/v1/embeddings",), embeddings.openai),
     ("POST", ("/tokenize",), llama.tokenize),
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),
-    ("GET", ("/props",), llama.props),
+    ("GET", ("/props",), props.show),
+    ("POST", ("/props",), props.change),
     ("GET", ("/slots",), slots.list_slots),
     ("POST", ("/slots/{id}",), slots.act),
+    ("POST", ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), unsupported.rerank),
+    ("POST", ("/audio/transcriptions", "/v1/audio/transcriptions"), unsupported.transcribe),
+    ("POST", ("/v1/systemone",), unsupported.decide),
+    ("GET", ("/tools", "/cors-proxy"), unsupported.disabled),
+    ("POST", ("/tools", "/cors-proxy"), unsupported.disabled),
 )
 
 
@@ -70,31 +78,16 @@ def build_app(services: Services) -> web.Application:
 
 
 async def start_site(app: web.Application, settings: Settings) -> web.AppRunner:
-    """Listen on all addresses of the settings. Raises OSError when one of them cannot be had."""
+    """Listen on all addresses of the settings. Raises StartError when one of them cannot be had."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_TIMEOUT)
     await runner.setup()
     try:
-        tls = _tls(settings)
-        for host in settings.host.split(","):
-            await _site(runner, host.strip(), settings, tls).start()
-    except OSError:
+        for site in sites(runner, settings):
+            await site.start()
+    except StartError:
         await runner.cleanup()
         raise
     return runner
-
-
-def _site(runner: web.AppRunner, host: str, settings: Settings, tls: ssl.SSLContext | None) -> web.BaseSite:
-    if host.endswith(".sock"):
-        return web.UnixSite(runner, host, ssl_context=tls)
-    return web.TCPSite(runner, host, settings.port, ssl_context=tls, reuse_port=settings.reuse_port or None)
-
-
-def _tls(settings: Settings) -> ssl.SSLContext | None:
-    if not (settings.ssl_cert_file and settings.ssl_key_file):
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(settings.ssl_cert_file, settings.ssl_key_file)
-    return context
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

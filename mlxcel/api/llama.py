@@ -1,4 +1,4 @@
-"""llama-server's own routes: /completion, /tokenize, /detokenize, /apply-template, /props."""
+"""llama-server's own routes: /completion, /tokenize, /detokenize, /apply-template."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from array import array
 
 from aiohttp import web
 
-from mlxcel import __version__
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import Asked, answer, json_response
-from mlxcel.api.native import NEUTRAL_SETTINGS, Native, sampling_settings
-from mlxcel.api.openai import new_reply
+from mlxcel.api.openai import new_native, new_reply
 from mlxcel.api.prepare import chat_template, off_loop, prepare_prompts, render, tokenise
 from mlxcel.api.requests import parse_conversation, parse_native, parse_prompt
-from mlxcel.api.sampling import read_sampling
 from mlxcel.api.services import SERVICES, Services
 
 
@@ -24,9 +21,7 @@ async def completion(request: web.Request) -> web.StreamResponse:
 def _completion(services: Services, body: bytes) -> Asked:
     parsed = parse_native(body, services.settings)
     generations = prepare_prompts(services, parsed)
-    tokenizer = services.live.model.tokenizer
-    prompts = [tokenizer.decode_special(generation.prompt) for generation in generations]
-    return Asked(parsed.options, generations, Native(new_reply(services, parsed.options), generations, prompts))
+    return Asked(parsed.options, generations, new_native(services, new_reply(services, parsed.options), generations))
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -71,31 +66,3 @@ async def apply_template(request: web.Request) -> web.Response:
 def _apply_template(services: Services, body: bytes) -> dict[str, object]:
     conversation = parse_conversation(body, services.settings)
     return {"prompt": render(chat_template(services), conversation, keep_thinking=services.store.enabled)}
-
-
-async def props(request: web.Request) -> web.Response:
-    """What is known of the server and its model; nothing is settable."""
-    services = request.app[SERVICES]
-    settings, live = services.settings, services.live
-    tokenizer = live.model.tokenizer
-    return json_response(
-        {
-            "default_generation_settings": {
-                "params": NEUTRAL_SETTINGS | sampling_settings(read_sampling(Fields({}), settings)),
-                "n_ctx": live.scheduler.n_ctx,
-            },
-            "total_slots": live.scheduler.bounds.num_slots,
-            "model_alias": live.model.id,
-            "model_path": live.model.path,
-            "model_ftype": live.model.dtype,
-            "modalities": {"vision": False, "video": False, "audio": False},
-            "endpoint_slots": settings.slots,
-            "endpoint_props": False,
-            "endpoint_metrics": settings.metrics,
-            "chat_template": live.template.source if live.template else "",
-            "bos_token": tokenizer.bos_text or "",
-            "eos_token": tokenizer.eos_text or "",
-            "build_info": f"mlxcel-{__version__}",
-            "is_sleeping": False,
-        }
-    )

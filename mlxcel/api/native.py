@@ -28,6 +28,12 @@ NEUTRAL_SETTINGS: Object = {
 }
 
 
+LONG_SETTINGS = frozenset(
+    "dry_sequence_breakers stop logit_bias grammar grammar_lazy grammar_triggers preserved_tokens".split()
+)
+MISSING = object()
+
+
 class Native:
     """`generations` and `prompts` (with special tokens written out) are those of the choices, in their order."""
 
@@ -38,7 +44,7 @@ class Native:
 
     def chunks(self, choice: Choice, event: Progress | Delta | Finished, timings: Timings | None) -> list[Object]:
         if isinstance(event, Finished):
-            return [self._final(choice, "", [])]
+            return [self._selected(self.final(choice))]
         if isinstance(event, Progress):
             if timings is None:
                 return []
@@ -61,12 +67,13 @@ class Native:
             "tokens_evaluated": choice.num_prompt,
         }
 
-    def _final(self, choice: Choice, text: str, tokens: list[int]) -> Object:
+    def final(self, choice: Choice) -> Object:
+        """All that is known of a finished choice, without what was streamed."""
         end = choice.end
         return {
             "index": choice.index,
-            "content": text,
-            "tokens": tokens,
+            "content": "",
+            "tokens": [],
             "id_slot": end.slot,
             "stop": True,
             "model": self._reply.model,
@@ -82,43 +89,73 @@ class Native:
             "timings": Timings.of(end).json(),
         }
 
+    def whole(self, choice: Choice) -> Object:
+        """The same with its text and, where asked for, its tokens and their probabilities."""
+        options = self._reply.options
+        whole = self.final(choice) | {"content": choice.text, "tokens": choice.tokens if options.return_tokens else []}
+        if options.top_logprobs is not None:
+            whole["completion_probabilities"] = self._reply.entries(choice.logprobs)
+        return whole
+
+    def _selected(self, final: Object) -> Object:
+        paths = self._reply.options.response_fields
+        return selected(final, paths) if paths else final
+
     def tail(self, choices: Sequence[Choice]) -> bytes:
         """The native stream has no [DONE]."""
         return b""
 
     def body(self, choices: Sequence[Choice]) -> object:
-        options = self._reply.options
-        whole = []
-        for choice in choices:
-            final = self._final(choice, choice.text, choice.tokens if options.return_tokens else [])
-            if options.top_logprobs is not None:
-                final["completion_probabilities"] = self._reply.entries(choice.logprobs)
-            whole.append(final)
-        return whole[0] if len(whole) == 1 else whole
+        parts = [self._selected(self.whole(choice)) for choice in choices]
+        return parts[0] if len(parts) == 1 else parts
+
+
+def selected(whole: Object, paths: Sequence[str]) -> Object:
+    """The members that `paths` (a/b is member b of a) lead to, each under its path; what is not there is left out."""
+    out: Object = {}
+    for path in paths:
+        value: object = whole
+        for name in path.split("/"):
+            value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+        if value is not MISSING:
+            out[path] = value
+    return out
 
 
 def effective_settings(generation: Generation, options: Options) -> Object:
     """`generation_settings`: what was asked, completed by defaults and clamped, beside what is not supported."""
+    return asked_settings(generation) | {
+        "stop": list(generation.stop),
+        "stream": options.stream,
+        "n_keep": options.n_keep,
+        "n_discard": options.n_discard,
+        "timings_per_token": options.timings_per_token,
+        "dry_sequence_breakers": list(options.dry_breakers),
+        "grammar_lazy": False,
+        "grammar_triggers": [],
+        "preserved_tokens": [],
+    }
+
+
+def reduced_settings(generation: Generation) -> Object:
+    """What /slots and /props say: nothing long, and nothing of how a client wants to be answered."""
+    return {key: value for key, value in asked_settings(generation).items() if key not in LONG_SETTINGS}
+
+
+def asked_settings(generation: Generation) -> Object:
     sampling = generation.sampling
     limit = -1 if generation.max_tokens is None else generation.max_tokens
     return (
         NEUTRAL_SETTINGS
         | sampling_settings(sampling)
         | {
-            "dry_sequence_breakers": list(options.dry_breakers),
             "grammar": generation.grammar.text if generation.grammar else "",
-            "grammar_lazy": False,
-            "grammar_triggers": [],
-            "preserved_tokens": [],
-            "stop": list(generation.stop),
             "max_tokens": limit,
             "n_predict": limit,
             "ignore_eos": generation.ignore_eos,
-            "stream": options.stream,
             "logit_bias": [{"token": t, "bias": None if math.isinf(b) else b} for t, b in sampling.logit_bias],
-            "n_probs": options.top_logprobs or 0,
-            "timings_per_token": options.timings_per_token,
-            "post_sampling_probs": options.post_sampling_probs,
+            "n_probs": generation.top_logprobs or 0,
+            "post_sampling_probs": generation.of_draw,
         }
     )
 

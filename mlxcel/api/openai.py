@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from mlxcel.api.generate import Asked, answer
+from mlxcel.api.native import Native
 from mlxcel.api.options import Options
 from mlxcel.api.prepare import prepare_chat, prepare_prompts
 from mlxcel.api.requests import parse_chat, parse_completion
 from mlxcel.api.responses import Chat, Completion, Reply
 from mlxcel.api.services import Services
+from mlxcel.engine.sequence import Generation
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -20,9 +23,10 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 def _chat(services: Services, body: bytes) -> Asked:
     parsed = parse_chat(body, services.settings)
-    return Asked(
-        parsed.options, prepare_chat(services, parsed), Chat(new_reply(services, parsed.options)), parsed.conversation
-    )
+    generations = prepare_chat(services, parsed)
+    reply = new_reply(services, parsed.options)
+    shape = Chat(reply, _verbose(services, reply, generations))
+    return Asked(parsed.options, generations, shape, parsed.conversation)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -32,7 +36,18 @@ async def completions(request: web.Request) -> web.StreamResponse:
 def _completion(services: Services, body: bytes) -> Asked:
     parsed = parse_completion(body, services.settings)
     generations = prepare_prompts(services, parsed)
-    return Asked(parsed.options, generations, Completion(new_reply(services, parsed.options), len(generations)))
+    reply = new_reply(services, parsed.options)
+    shape = Completion(reply, len(generations), _verbose(services, reply, generations))
+    return Asked(parsed.options, generations, shape)
+
+
+def _verbose(services: Services, reply: Reply, generations: Sequence[Generation]) -> Native | None:
+    return new_native(services, reply, generations) if reply.options.verbose else None
+
+
+def new_native(services: Services, reply: Reply, generations: Sequence[Generation]) -> Native:
+    decode = services.live.model.tokenizer.decode_special
+    return Native(reply, generations, [decode(generation.prompt) for generation in generations])
 
 
 def new_reply(services: Services, options: Options) -> Reply:

@@ -31,7 +31,8 @@ class Options:
     """What all dialects ask alike. Bias and breakers in `sampling` are still empty: `logit_bias` and `dry_breakers` may
     name tokens by their text.
 
-    `max_tokens` None is unlimited, `top_logprobs` None asks for none, `ping_interval` (seconds) 0 or less is off.
+    `max_tokens` None is unlimited, `top_logprobs` None asks for none, `ping_interval` (seconds) and `t_max_predict_ms`
+    0 or less are off. `n_keep` and `n_discard` are said back and nothing else: no context is ever shifted.
     """
 
     sampling: Sampling
@@ -54,12 +55,19 @@ class Options:
     salt: str | None = field(repr=False)
     constraint: Constrain | None
     slot: int | None
+    n_indent: int
+    n_keep: int
+    n_discard: int
+    t_max_predict_ms: int
+    response_fields: tuple[str, ...]
+    verbose: bool
 
 
 def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -> Options:
     default_max = settings.n_predict
     max_tokens = fields.integer("n_predict", "max_completion_tokens", "max_tokens", default=default_max, low=-1)
     stream_options = Fields(fields.mapping("stream_options", {}))
+    fields.integer("n_cache_reuse", default=0, low=0)  # stored prefixes are reused whatever it says
     return Options(
         sampling=read_sampling(fields, settings),
         logit_bias=_logit_bias(fields.raw("logit_bias"), settings),
@@ -81,12 +89,24 @@ def read_options(fields: Fields, settings: Settings, top_logprobs: int | None) -
         salt=_salt(fields, settings),
         constraint=read_constraint(fields, settings),
         slot=_slot(fields.raw("id_slot")),
+        n_indent=fields.integer("n_indent", default=0, low=0),
+        n_keep=fields.integer("n_keep", default=0, low=-1),
+        n_discard=fields.integer("n_discard", default=0, low=0),
+        t_max_predict_ms=fields.integer("t_max_predict_ms", default=-1, low=-1),
+        response_fields=_response_fields(fields.array("response_fields", [])),
+        verbose=fields.boolean("verbose", settings.verbose),
     )
 
 
 def _slot(value: Any) -> int | None:
     """Read leniently, as llama-server does: anything but a number of a slot lets the server choose."""
     return value if type(value) is int and value >= 0 else None
+
+
+def _response_fields(paths: list[Any]) -> tuple[str, ...]:
+    if not all(isinstance(path, str) for path in paths):
+        raise invalid("response_fields", "expected an array of strings")
+    return tuple(paths)
 
 
 def _logit_bias(value: Any, settings: Settings) -> tuple[tuple[int | str, float], ...]:

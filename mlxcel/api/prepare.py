@@ -196,6 +196,8 @@ def _generations(
                     boundary=boundary,
                     grammar=grammar,
                     slot=options.slot,
+                    least_indent=options.n_indent,
+                    max_ms=max(options.t_max_predict_ms, 0),
                 )
             )
     return generations

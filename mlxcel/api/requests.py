@@ -78,13 +78,16 @@ def _fields(body: bytes) -> Fields:
 
 
 def _prompt_request(fields: Fields, settings: Settings, top_logprobs: int | None) -> PromptRequest:
-    """An array without a bare token id is an array of prompts, as in llama-server."""
-    value = fields.raw("prompt")
-    several = isinstance(value, list) and not any(type(part) is int for part in value)
-    if several and not 0 < len(value) <= MAX_PROMPTS:
-        raise invalid("prompt", f"expected 1 to {MAX_PROMPTS} prompts, got {len(value)}")
-    prompts = tuple(parse_prompt(part, "prompt") for part in (value if several else [value]))
+    prompts = parse_prompts(fields.raw("prompt"), "prompt", MAX_PROMPTS)
     return PromptRequest(read_options(fields, settings, top_logprobs), prompts)
+
+
+def parse_prompts(value: Any, name: str, most: int) -> tuple[Prompt, ...]:
+    """An array without a bare token id is an array of prompts, as in llama-server. Raises InvalidRequest."""
+    several = isinstance(value, list) and not any(type(part) is int for part in value)
+    if several and not 0 < len(value) <= most:
+        raise invalid(name, f"expected 1 to {most} prompts, got {len(value)}")
+    return tuple(parse_prompt(part, name) for part in (value if several else [value]))
 
 
 def parse_prompt(value: object, name: str) -> Prompt:

@@ -176,11 +176,20 @@ class Shape(Protocol):
         """All of it at once."""
 
 
-class Chat:
-    """POST /v1/chat/completions."""
+class Verbose(Protocol):
+    """llama-server's own object of a finished choice: without what was streamed, and with it."""
 
-    def __init__(self, reply: Reply) -> None:
+    def final(self, choice: Choice) -> Object: ...
+
+    def whole(self, choice: Choice) -> Object: ...
+
+
+class Chat:
+    """POST /v1/chat/completions. With `verbose` the answer also carries what /completion would have said."""
+
+    def __init__(self, reply: Reply, verbose: Verbose | None = None) -> None:
         self._reply = reply
+        self._verbose = verbose
 
     def chunks(self, choice: Choice, event: Progress | Delta | Finished, timings: Timings | None) -> list[Object]:
         opening = {"role": "assistant", "content": None}
@@ -192,6 +201,8 @@ class Chat:
         choice.opened = True
         if isinstance(event, Finished):
             last = self._chunk(choice, {}, event.reason)
+            if self._verbose is not None:
+                last["__verbose"] = self._verbose.final(choice)
             if not self._reply.options.include_usage:
                 last["timings"] = Timings.of(event).json()
             return [*chunks, last]
@@ -217,6 +228,8 @@ class Chat:
     def body(self, choices: Sequence[Choice]) -> Object:
         members = [self._member(choice) for choice in choices]
         whole = self._reply.envelope("chatcmpl", "chat.completion", members)
+        if self._verbose is not None:
+            whole["__verbose"] = self._verbose.whole(choices[0])
         return whole | {"usage": usage(choices), "timings": Timings.of(choices[0].end).json()}
 
     def _member(self, choice: Choice) -> Object:
@@ -230,8 +243,9 @@ class Chat:
 class Completion:
     """POST /v1/completions. Without `include_usage` the last chunk carries the usage, as in llama-server."""
 
-    def __init__(self, reply: Reply, num_choices: int) -> None:
+    def __init__(self, reply: Reply, num_choices: int, verbose: Verbose | None = None) -> None:
         self._reply = reply
+        self._verbose = verbose
         self._unfinished = num_choices
         self._ends: list[Choice] = []
 
@@ -252,6 +266,8 @@ class Completion:
     def _last(self, choice: Choice, event: Finished) -> Object:
         self._ends.append(choice)
         last = self._chunk(choice, "", event.reason)
+        if self._verbose is not None:
+            last["__verbose"] = self._verbose.final(choice)
         if not self._reply.options.include_usage:
             last["timings"] = Timings.of(event).json()
             if len(self._ends) == self._unfinished:
@@ -306,4 +322,6 @@ class Completion:
             for choice in choices
         ]
         whole = self._reply.envelope("cmpl", "text_completion", members)
+        if self._verbose is not None:
+            whole["__verbose"] = self._verbose.whole(choices[0])
         return whole | {"usage": usage(choices), "timings": Timings.of(choices[0].end).json()}

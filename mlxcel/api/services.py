@@ -6,6 +6,7 @@ One object per process, created before the sockets open and completed when the m
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,12 @@ if TYPE_CHECKING:  # importing MLX takes seconds, and the sockets open before it
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What exists once the model is loaded."""
+    """What exists once the model is loaded. `model` is what is known of it; the network may be away for a while."""
 
     model: LoadedModel
     scheduler: Scheduler
     template: ChatTemplate | None
+    is_asleep: Callable[[], bool] = lambda: False
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from mlxcel.api.fields import Fields, invalid, parse_object
 from mlxcel.api.generate import json_response
-from mlxcel.api.native import NEUTRAL_SETTINGS, sampling_settings
+from mlxcel.api.native import reduced_settings
 from mlxcel.api.services import SERVICES, Live, Services
 from mlxcel.cache.key import CacheContext, salt_key
 from mlxcel.errors import InvalidRequest, NotSupported, Unavailable
@@ -59,11 +59,11 @@ def _shown(live: Live, slot: Slot) -> dict[str, object]:
         "n_prompt_tokens": sequence.num_prompt,
         "n_prompt_tokens_processed": max(sequence.num_prefilled - sequence.num_cached, 0) + bool(decoded),
         "n_prompt_tokens_cache": sequence.num_cached,
-        "params": NEUTRAL_SETTINGS | sampling_settings(sequence.generation.sampling),
+        "params": reduced_settings(sequence.generation),
         "next_token": [
             {
                 "has_next_token": slot.busy,
-                "has_new_line": False,
+                "has_new_line": sequence.text.has_new_line,
                 "n_remain": max(sequence.max_tokens - decoded, 0) if slot.busy else -1,
                 "n_decoded": decoded,
             }
@@ -134,7 +134,7 @@ async def _exported(services: Services, context: CacheContext | None, tokens: ar
     elif context is not None:
         length, segments = services.store.export(context, tokens)
         arrays, dtypes = await live.scheduler.on_engine(partial(slotstate.pack_kv, live.model, segments))
-    mark = await live.scheduler.on_engine(partial(slotstate.fingerprint, live.model))
+    mark = await live.scheduler.on_model(slotstate.fingerprint)
     return Header(mark, kind, tokens[:length].tolist(), _told(context), dtypes, leaves), arrays
 
 
@@ -169,7 +169,7 @@ async def _restore(services: Services, slot: Slot, fields: Fields) -> dict[str, 
 
     path, began, live = _path(services, fields), time.monotonic(), services.live
     slot.clear()
-    mark = await live.scheduler.on_engine(partial(slotstate.fingerprint, live.model))
+    mark = await live.scheduler.on_model(slotstate.fingerprint)
     try:
         header, arrays, nbytes = await asyncio.to_thread(slotfile.read, path, mark)
         if not all(type(t) is int and 0 <= t < live.model.vocab_size for t in header.tokens):

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
@@ -26,6 +26,8 @@ from mlxcel.engine.sampling import make_bias, make_sampler, token_logprobs
 from mlxcel.engine.sequence import Generation, Sampling, TokenLogprob
 from mlxcel.engine.snapshot import Refused, State, capture, restore, row_of
 from mlxcel.errors import InvalidRequest
+
+T = TypeVar("T")
 
 _NO_STOPS = StopSequences([])
 _UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
@@ -133,6 +135,10 @@ class Engine:
                 self._guard(outcome, tuple(batch.uids), partial(self._decode, batch, outcome))
         outcome.decode_seconds = time.perf_counter() - began
         return outcome
+
+    def lend(self, work: Callable[[LoadedModel], T]) -> T:
+        """Do something else with the model, on this thread and so between two steps."""
+        return work(self._model)
 
     def release(self) -> None:
         """Give pooled buffers back to the system; for when nothing is left to do."""

@@ -1,30 +1,27 @@
-"""Speed on the Linux CPU backend: a real BLAS under MLX, and attention and activations without its slow `exp`.
+"""Speed on the Linux CPU backend: a real BLAS under MLX, and what fastmath.py has.
 
-Owns what `prepare` changes in this process: the three BLAS functions that libmlx.so calls, `mx.compile` (off: it
-runs g++ during requests and gains nothing), `mx.fast.scaled_dot_product_attention`, `nn.silu`, `nn.gelu_approx`.
-Knows no model, cache or scheduler. Invariant: on Metal and CUDA nothing is touched, and every replacement answers
-as the stock one does, within float32 rounding, or hands the call to it.
+Owns what `prepare` changes in this process: the three BLAS functions that libmlx.so calls, and `mx.compile` (off: it
+runs g++ during requests and gains nothing). Knows no model, cache or scheduler. Invariant: on Metal and CUDA nothing
+is touched, and every replacement answers as the stock one does, within float32 rounding.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import math
-import mmap
 import os
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+
+from mlxcel.engine import fastmath
+from mlxcel.engine.elf import SymbolInfo, import_slots, read, write
 
 _GEMMS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that libmlx.so imports of CBLAS
 
@@ -74,8 +71,8 @@ def prepare() -> Blas:
     if sys.platform != "linux" or not is_cpu():
         return Blas("MLX's own", is_reference=False)
     mx.disable_compile()
-    _install_fast_math()
-    return _install_blas(_import_slots())
+    fastmath.install()
+    return _install_blas(import_slots("libmlx.so", _GEMMS))
 
 
 # ---- BLAS ----------------------------------------------------------------------------------------------------
@@ -98,8 +95,8 @@ def _install_blas(slots: list[tuple[str, int]]) -> Blas:
 def _serving(slots: list[tuple[str, int]]) -> str | None:
     """The name of the library that the slots point to now, if it is a fast one."""
     for _, slot in slots:
-        info = _SymbolInfo()
-        if ctypes.CDLL(None).dladdr(ctypes.c_void_p(_read(slot)), ctypes.byref(info)):
+        info = SymbolInfo()
+        if ctypes.CDLL(None).dladdr(ctypes.c_void_p(read(slot)), ctypes.byref(info)):
             return _describe(ctypes.CDLL(os.fsdecode(info.file), mode=os.RTLD_NOLOAD | os.RTLD_NOW))
     return None
 
@@ -221,13 +218,13 @@ def _gemm_addresses(library: ctypes.CDLL) -> dict[str, int]:
 
 def _redirect(slots: list[tuple[str, int]], targets: Mapping[str, int]) -> bool:
     """Point the slots at `targets` (symbol to address); put them back and say False if products come out wrong."""
-    before = [(slot, _read(slot)) for _, slot in slots]
+    before = [(slot, read(slot)) for _, slot in slots]
     for symbol, slot in slots:
-        _write(slot, targets[symbol])
+        write(slot, targets[symbol])
     if _products_are_right():
         return True
     for slot, address in before:
-        _write(slot, address)
+        write(slot, address)
     return False
 
 
@@ -245,253 +242,3 @@ def _products_are_right() -> bool:
                     if not np.array_equal(np.array(product), a @ b):
                         return False
     return True
-
-
-# ---- ELF -----------------------------------------------------------------------------------------------------
-# The dynamic section as the loader left it in memory (System V gABI, chapter 5; glibc's <link.h> and <elf.h>).
-
-
-class _SymbolInfo(ctypes.Structure):
-    """Dl_info"""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-class _LinkMap(ctypes.Structure):
-    """struct link_map: one loaded library."""
-
-
-_LinkMap._fields_ = (
-    ("base", ctypes.c_size_t),
-    ("file", ctypes.c_char_p),
-    ("dynamic", ctypes.c_size_t),
-    ("next", ctypes.POINTER(_LinkMap)),
-)
-
-_RTLD_DI_LINKMAP = 2
-_DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ, _DT_JMPREL = 2, 5, 6, 7, 8, 23
-_SLOT_TYPES = {"x86_64": (6, 7), "aarch64": (1025, 1026)}  # GLOB_DAT, JUMP_SLOT
-
-
-def _import_slots() -> list[tuple[str, int]]:
-    """Symbol and address of every import slot of `_GEMMS` in libmlx.so; empty when it imports none of them."""
-    types = _SLOT_TYPES.get(os.uname().machine, ())
-    library = _loaded("libmlx.so")
-    if library is None:
-        return []
-    entries = dict(_dynamic_entries(library.dynamic))
-    # glibc has already turned these offsets into addresses, other loaders leave them relative
-    at = {tag: value + library.base * (value < library.base) for tag, value in entries.items()}
-    slots = []
-    for table, size in ((_DT_JMPREL, _DT_PLTRELSZ), (_DT_RELA, _DT_RELASZ)):
-        relocations = ctypes.string_at(at[table], entries[size]) if table in at else b""
-        for offset, info, _ in struct.iter_unpack("<QQq", relocations):
-            if info & 0xFFFFFFFF in types:
-                symbol = ctypes.c_uint32.from_address(at[_DT_SYMTAB] + 24 * (info >> 32)).value
-                name = ctypes.string_at(at[_DT_STRTAB] + symbol).decode()
-                if name in _GEMMS:
-                    slots.append((name, library.base + offset))
-    return slots
-
-
-def _loaded(file_name: str) -> _LinkMap | None:
-    """The loader's record of a library in this process."""
-    program = ctypes.CDLL(None)
-    link = ctypes.POINTER(_LinkMap)()
-    if program.dlinfo(ctypes.c_void_p(program._handle), _RTLD_DI_LINKMAP, ctypes.byref(link)):
-        return None
-    while link:
-        if os.path.basename(os.fsdecode(link.contents.file or b"")) == file_name:
-            return link.contents
-        link = link.contents.next
-    return None
-
-
-def _dynamic_entries(address: int) -> Iterator[tuple[int, int]]:
-    while True:
-        tag, value = struct.unpack("<QQ", ctypes.string_at(address, 16))
-        if tag == 0:
-            return
-        yield tag, value
-        address += 16
-
-
-def _read(address: int) -> int:
-    return ctypes.c_size_t.from_address(address).value
-
-
-def _write(address: int, value: int) -> None:
-    """Store one pointer; a page that the loader made read-only (RELRO) is opened for the moment."""
-    page, writable = address & -mmap.PAGESIZE, _is_writable(address)
-    if not writable:
-        _protect(page, mmap.PROT_READ | mmap.PROT_WRITE)
-    ctypes.c_size_t.from_address(address).value = value
-    if not writable:
-        _protect(page, mmap.PROT_READ)
-
-
-def _protect(page: int, protection: int) -> None:
-    program = ctypes.CDLL(None, use_errno=True)
-    if program.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), protection):
-        raise OSError(ctypes.get_errno(), "mprotect")
-
-
-def _is_writable(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        area, permissions = line.split(maxsplit=2)[:2]
-        start, end = (int(bound, 16) for bound in area.split("-"))
-        if start <= address < end:
-            return "w" in permissions
-    return False
-
-
-# ---- Attention and activations -------------------------------------------------------------------------------
-# MLX's exp, softmax, sigmoid and tanh are scalar code on Linux: 16 to 25 ns an element. mx.power takes 8, NumPy's exp
-# 2, which is vectorised and closer to the exact value (2e-7 against 2e-6). So prefill evaluates the scores, lets NumPy
-# work on MLX's own memory (a documented use of the buffer protocol) and goes on: a graph cut of 0.1 ms a layer, GIL
-# released. A decode step stays lazy, with mx.power: a cut there would undo the overlap of mx.async_eval and hold each
-# token back by one step. What helps both: the heads of a group share one product, so K and V are read once.
-#
-# SmolLM2-135M, float32, 1,500 tokens, OpenBLAS with one thread, two CPUs of which one was busy, medians of three
-# interleaved runs, tokens per second, stock against this: chunks of 128 105 / 165, of 256 101 / 181, of 512 92 / 194.
-
-_stock_attention = mx.fast.scaled_dot_product_attention
-_stock_silu = nn.silu
-_stock_gelu_approx = nn.gelu_approx
-
-_BLOCK = 64  # query rows at a time: the scores stay in the CPU's cache, and keys that causality hides are skipped
-_HIDDEN = float(np.finfo(np.float32).min)  # what the stock function gives a score that a boolean mask hides
-
-
-def _install_fast_math() -> None:
-    """mlx-lm's model modules import their attention and swiglu by name, but those look these up at every call."""
-    mx.fast.scaled_dot_product_attention = attention
-    nn.silu = silu
-    nn.SiLU.__call__ = lambda _, x: silu(x)
-    nn.gelu_approx = gelu_approx
-
-
-def attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    mask: str | mx.array | None = None,
-    **others: Any,
-) -> mx.array:
-    """softmax(queries @ keys.T * scale + mask) @ values, as `mx.fast.scaled_dot_product_attention`.
-
-    queries (B, heads, L, D), keys (B, groups, K, D), values (B, groups, K, V), all float32, to (B, heads, L, V).
-    Anything else goes to the stock function.
-    """
-    if not _can_attend(queries, keys, values, mask) or any(other is not None for other in others.values()):
-        return _stock_attention(queries, keys, values, scale=scale, mask=mask, **others)
-    batch, heads, length, width = queries.shape
-    groups = keys.shape[1]
-    grouped = (queries * scale).reshape(batch, groups, heads // groups, length, width)
-    if isinstance(mask, mx.array):
-        mask = _grouped_mask(mask, groups, heads)
-    attend = _attend_one if length == 1 else _attend_many
-    return attend(grouped, keys, values, mask).reshape(batch, heads, length, -1)
-
-
-def _can_attend(queries: mx.array, keys: mx.array, values: mx.array, mask: str | mx.array | None) -> bool:
-    if any(array.dtype != mx.float32 or array.ndim != 4 for array in (queries, keys, values)):
-        return False
-    heads, groups = queries.shape[1], keys.shape[1]
-    if heads % groups:
-        return False
-    if isinstance(mask, mx.array):
-        return mask.dtype in (mx.bool_, mx.float32) and (mask.ndim < 3 or mask.shape[-3] in (1, heads))
-    return mask is None or (mask == "causal" and queries.shape[2] <= keys.shape[2])
-
-
-def _grouped_mask(mask: mx.array, groups: int, heads: int) -> mx.array:
-    """A mask that broadcasts over (B, heads, L, K), as one over (B, groups, heads of a group, L, K)."""
-    batch, num_heads, length, num_keys = (1,) * (4 - mask.ndim) + mask.shape
-    split = (groups, heads // groups) if num_heads == heads else (1, 1)
-    return mask.reshape(batch, *split, length, num_keys)
-
-
-def _attend_one(grouped: mx.array, keys: mx.array, values: mx.array, mask: str | mx.array | None) -> mx.array:
-    """One query a head, the whole of K: causality hides nothing. Lazy."""
-    scores = grouped.squeeze(3) @ keys.swapaxes(-1, -2)
-    if isinstance(mask, mx.array):
-        hidden = mask.squeeze(3)
-        scores = scores + (mx.logical_not(hidden) * _HIDDEN if hidden.dtype == mx.bool_ else hidden)
-    weights = mx.power(math.e, scores - mx.max(scores, axis=-1, keepdims=True))
-    return (weights @ values) / mx.sum(weights, axis=-1, keepdims=True)
-
-
-def _attend_many(grouped: mx.array, keys: mx.array, values: mx.array, mask: str | mx.array | None) -> mx.array:
-    batch, groups, shared, length, width = grouped.shape
-    num_keys = keys.shape[2]
-    transposed = keys.swapaxes(-1, -2)
-    array = np.asarray(mask) if isinstance(mask, mx.array) else None
-    blocks: list[mx.array] = []
-    for start in range(0, length, _BLOCK):
-        stop = min(start + _BLOCK, length)
-        seen = num_keys - length + stop if mask == "causal" else num_keys
-        scores = grouped[..., start:stop, :].reshape(batch, groups, -1, width) @ transposed[..., :seen]
-        mx.eval(scores, blocks)
-        weights = np.asarray(scores).reshape(batch, groups, shared, stop - start, seen)
-        if array is not None:
-            _hide(weights, array[..., start:stop, :] if array.shape[-2] == length else array)
-        elif mask is not None:
-            weights[..., seen - stop + start :] += _future(stop - start)
-        total = _exponentiate(weights)
-        mixed = (scores @ values[..., :seen, :]).reshape(*weights.shape[:-1], values.shape[-1])
-        blocks.append(mixed / mx.array(total))
-    return mx.concatenate(blocks, axis=3)
-
-
-def _hide(scores: np.ndarray, mask: np.ndarray) -> None:
-    if mask.dtype == np.bool_:
-        np.copyto(scores, np.float32(_HIDDEN), where=~mask)
-    else:
-        scores += mask
-
-
-def _exponentiate(scores: np.ndarray) -> np.ndarray:
-    """Turn scores into exp(score - the row's greatest), in place; the sums of the rows."""
-    with np.errstate(all="ignore"):  # a row of -inf becomes NaN without a word, as in MLX
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-    return np.asarray(scores.sum(axis=-1, keepdims=True))
-
-
-@cache
-def _future(length: int) -> np.ndarray:
-    """(length, length): -inf above the diagonal, else 0."""
-    return np.triu(np.full((length, length), -np.inf, dtype=np.float32), k=1)
-
-
-def silu(x: mx.array) -> mx.array:
-    """x * sigmoid(x), any shape."""
-    if x.dtype != mx.float32 or x.ndim < 2:
-        return _stock_silu(x)
-    return _gated(x, -x)
-
-
-def gelu_approx(x: mx.array) -> mx.array:
-    """x * (1 + tanh(u)) / 2 = x * sigmoid(2 u) with u = sqrt(2 / pi) * (x + 0.044715 * x^3), as `nn.gelu_approx`."""
-    if x.dtype != mx.float32 or x.ndim < 2:
-        return _stock_gelu_approx(x)
-    return _gated(x, x * (1 + 0.044715 * x * x) * -math.sqrt(8 / math.pi))
-
-
-def _gated(x: mx.array, exponent: mx.array) -> mx.array:
-    """x / (1 + exp(exponent)) for x (..., L, width). The caller gives `exponent` away: NumPy overwrites it."""
-    if x.shape[-2] == 1:
-        return x / (1 + mx.power(math.e, exponent))
-    mx.eval(exponent)
-    with np.errstate(over="ignore"):  # then the quotient is 0, and rightly so
-        array = np.asarray(exponent)
-        np.exp(array, out=array)
-    return x / (1 + exponent)

@@ -43,6 +43,8 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
     _check_shapes(file, config)
     _check_attention(file, arch, config)
     config["rope_scaling"] = _rope_scaling(file, arch, config["head_dim"], theta)
+    if f"{arch}.pooling_type" in file.metadata:  # an embedding model
+        config["pooling_type"] = file.integer(f"{arch}.pooling_type")
     if arch == "gemma3":
         config |= _gemma3(file, config)
     if arch == "llama":

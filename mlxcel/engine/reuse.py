@@ -76,6 +76,11 @@ class Trace:
         self.last_reject = Reject(reason, sequence.id, context_len, common, int(time.time() * 1000))
         self("reject", "reason=%s seq_id=%d context_len=%d", reason, sequence.id, common or context_len)
 
+    def missed(self, sequence: Sequence, miss: Miss) -> None:
+        sequence.miss_reason = miss.reason
+        if miss.reason is not MissReason.DISABLED:
+            self.reject(miss.reason, sequence, sequence.num_prompt, miss.common)
+
     def __call__(self, event: str, fields: str, *values: object) -> None:
         log.log(self._level, f"prompt-cache {event}: apc_event={event.split()[0]} {fields}", *values)
 
@@ -98,9 +103,7 @@ class KVReuse:
         sequence.storable = self._fits(sequence.num_prompt)
         found = self.store.lookup(context, sequence.prompt, now)
         if isinstance(found, Miss):
-            sequence.miss_reason = found.reason
-            if found.reason is not MissReason.DISABLED:
-                self.trace.reject(found.reason, sequence, sequence.num_prompt, found.common)
+            self.trace.missed(sequence, found)
             return
         self._adopting[sequence.id] = found
         sequence.num_cached = sequence.num_prefilled = sequence.num_stored = found.length
@@ -198,9 +201,7 @@ class SnapshotReuse:
             return
         found = self.store.lookup(context, sequence.prompt, now)
         if isinstance(found, Miss):
-            sequence.miss_reason = found.reason
-            if found.reason is not MissReason.DISABLED:
-                self.trace.reject(found.reason, sequence, sequence.num_prompt, found.common)
+            self.trace.missed(sequence, found)
             return
         self._restoring[sequence.id] = found
         sequence.num_cached = sequence.num_prefilled = found.length

@@ -26,10 +26,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from mlxcel.cache.key import CacheContext
 from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.reuse import Reuse
 from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
 from mlxcel.engine.slots import Slots
@@ -50,6 +52,8 @@ class StepEngine(Protocol):
     """What the scheduler needs of engine.batch.Engine."""
 
     def step(self, plan: Plan) -> Outcome: ...
+
+    def lend(self, work: Callable[[LoadedModel], T]) -> T: ...
 
     def release(self) -> None: ...
 
@@ -148,6 +152,11 @@ class Scheduler:
         """Sequences that hold a slot."""
         return len(self._prefilling) + len(self._running) + len(self._retiring)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or is to be computed ahead."""
+        return not (self._waiting or self.num_active or self._warming or self._warmups)
+
     def active(self) -> list[Sequence]:
         return [*self._prefilling, *self._running.values(), *self._retiring]
 
@@ -169,7 +178,7 @@ class Scheduler:
         room = self.bounds.n_ctx - n
         max_tokens = room if generation.max_tokens is None else min(generation.max_tokens, room)
         self._next_id += 1
-        text = TextStream(self._tokenizer.decode, generation.stop)
+        text = TextStream(self._tokenizer.decode, generation.stop, generation.least_indent)
         sequence = Sequence(self._next_id, generation, text, max_tokens, self._clock())
         self._waiting.append(sequence)
         self.totals.submitted += 1
@@ -216,6 +225,12 @@ class Scheduler:
     async def on_engine(self, work: Callable[[], T]) -> T:
         """The result of `work`, done on the MLX thread between two steps."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def on_model(self, work: Callable[[LoadedModel], T]) -> T:
+        """The same for what needs the network, which may have to be loaded first. Raises Unavailable when draining."""
+        if self._drained.is_set():
+            raise Unavailable("the server is shutting down", retry_after=5)
+        return await self.on_engine(partial(self._engine.lend, work))
 
     # --- the loop
 
@@ -309,6 +324,7 @@ class Scheduler:
             self.reuse.adopt(sequence, self._clock())
             sequence.state = State.PREFILLING
             sequence.started_at = self._clock()
+            sequence.publish(Progress(sequence.num_cached, sequence.num_prompt, sequence.num_cached))
             self._prefilling.append(sequence)
 
     def _is_coming(self, sequence: Sequence) -> bool:
@@ -428,10 +444,12 @@ class Scheduler:
         if token in self._tokenizer.eos_ids and (generation.grammar or not generation.ignore_eos):
             self._finish(sequence, "eos", now)
             return
-        sequence.say(sequence.text.push(token), token, logprob)
+        text = sequence.text.push(token)
+        sequence.say(text, token, logprob)
+        is_late = 0 < generation.max_ms < (now - sequence.first_token_at) * 1000
         if sequence.text.stopped_by is not None:
             self._finish(sequence, "word", now)
-        elif len(sequence.tokens) >= sequence.max_tokens:
+        elif len(sequence.tokens) >= sequence.max_tokens or sequence.text.is_outdented or (is_late and "\n" in text):
             self._finish(sequence, "limit", now)
 
     def _finish(self, sequence: Sequence, stop_type: str, now: float) -> None:
@@ -442,14 +460,14 @@ class Scheduler:
             sequence.say_rest(sequence.text.flush())
             if sequence.text.stopped_by is not None:
                 stop_type = "word"
-        wanted = sequence.generation.max_tokens
+        wanted, is_full = sequence.generation.max_tokens, len(sequence.tokens) >= sequence.max_tokens
         self._ends[sequence.id] = Finished(
             stop_type=stop_type,  # type: ignore[arg-type]
             stopping_word=sequence.text.stopped_by or "",
             prompt_tokens=sequence.num_prompt,
             completion_tokens=len(sequence.tokens),
             cached_tokens=sequence.num_cached,
-            truncated=stop_type == "limit" and (wanted is None or wanted > sequence.max_tokens),
+            truncated=stop_type == "limit" and is_full and (wanted is None or wanted > sequence.max_tokens),
             prompt_ms=(sequence.first_token_at - sequence.started_at) * 1000,
             predicted_ms=(now - sequence.first_token_at) * 1000,
             slot=-1 if sequence.slot is None else sequence.slot,

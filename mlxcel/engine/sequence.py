@@ -114,7 +114,8 @@ class Generation:
     with `of_draw` what the samplers made of them. `cache` None means that the prompt cache is neither read nor written.
     `boundary` is how many prompt tokens are history that the next turn will begin with; only models that are stored as
     snapshots need it. With a `grammar` and `ignore_eos` it ends where the grammar is complete and nothing else may
-    follow.
+    follow. It also ends before a line that is indented by less than `least_indent`, and with the first line that is
+    complete `max_ms` (0: never) after the first token.
     """
 
     prompt: array[int]
@@ -128,6 +129,8 @@ class Generation:
     boundary: int | None = None
     grammar: Grammar | None = None
     slot: int | None = None
+    least_indent: int = 0
+    max_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

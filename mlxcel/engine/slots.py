@@ -54,6 +54,12 @@ class Slots:
         """Ids wrap modulo the number of slots, as in llama-server."""
         return self.all[id % len(self.all)]
 
+    def forget(self) -> None:
+        """What ran last is not remembered any more: what it left behind is gone."""
+        for slot in self.all:
+            if not slot.busy:
+                slot.clear()
+
     def choose(self, wanted: int | None) -> Slot | None:
         """The wanted slot if it is free, else the free one that has been idle longest; None when there is none."""
         if wanted is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 
 class Tokenizer:
@@ -61,6 +61,16 @@ class Tokenizer:
     def num_known(self) -> int:
         """Ids that the tokenizer knows, added ones included; the model's logits may be wider or narrower."""
         return len(self._backend)
+
+    @property
+    def kind(self) -> Literal["bytes", "sentencepiece", "wordpiece", "none"]:
+        """How its pieces are made: of bytes, of SentencePiece's text with "▁" for a blank, or as BERT's words."""
+        rust = getattr(self._backend, "backend_tokenizer", None)
+        if rust is None:
+            return "sentencepiece" if hasattr(self._backend, "sp_model") else "none"
+        if type(rust.model).__name__ == "WordPiece":
+            return "wordpiece"
+        return "bytes" if self._is_byte_level() else "sentencepiece"
 
     def _is_byte_level(self) -> bool:
         rust = getattr(self._backend, "backend_tokenizer", None)

@@ -135,6 +135,14 @@ FIELDS = {
     "cache_salt": ("s", 5),
     "response_format": ({"type": "text"}, "text"),
     "extra_body": ({"user": "x"}, "x"),
+    "n_indent": (2, "2"),
+    "n_keep": (-1, 0.5),
+    "n_discard": (2, True),
+    "n_cache_reuse": (256, "256"),
+    "n_cmpl": (2, [2]),
+    "t_max_predict_ms": (50, 0.5),
+    "response_fields": (["content"], "content"),
+    "verbose": (True, 1),
 }
 CHAT_FIELDS = {
     "logprobs": (True, 1),
@@ -240,6 +248,12 @@ def test_soft_ranges_clamp(field, value, clamped):
         ("n_probs", -1),
         ("n_probs", 1001),
         ("sse_ping_interval", -2),
+        ("n_cmpl", 0),
+        ("n_indent", -1),
+        ("n_keep", -2),
+        ("n_discard", -1),
+        ("n_cache_reuse", -1),
+        ("t_max_predict_ms", -2),
     ],
 )
 def test_hard_ranges_refuse(field, value):
@@ -247,6 +261,7 @@ def test_hard_ranges_refuse(field, value):
 
 
 def test_the_servers_settings_are_the_defaults_of_a_request():
+    assert options(changed=settings(verbose=True)).verbose and not options().verbose
     changed = settings(temperature=0.1, top_k=7, n_predict=12, reverse_prompt=("END",), cache_prompt=False, seed=3)
     read = options(changed=changed)
     assert (read.sampling.temperature, read.sampling.top_k, read.sampling.seed) == (0.1, 7, 3)
@@ -268,6 +283,11 @@ def test_the_servers_samplers_are_the_defaults_of_a_request():
 
 
 # --- single fields
+
+
+def test_response_fields_are_texts():
+    assert options(response_fields=["content", "timings/prompt_n"]).response_fields == ("content", "timings/prompt_n")
+    assert refusal(response_fields=["content", 5]).param == "response_fields"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxcel.engine import cpu
+from mlxcel.engine import cpu, elf, fastmath
 
 pytestmark = pytest.mark.skipif(not cpu.is_cpu(), reason="nothing of this is touched where MLX has a GPU")
 
@@ -40,29 +40,29 @@ def test_attention_equals_the_stock_function(mask, heads, groups, length, num_ke
             normal(i, batch, h, n, 32) for i, h, n in ((1, heads, length), (2, groups, num_keys), (3, groups, num_keys))
         )
         given = masks(batch, heads, length, num_keys)[mask]
-        expected = cpu._stock_attention(q, k, v, scale=0.17, mask=given)
-        assert mx.allclose(cpu.attention(q, k, v, scale=0.17, mask=given), expected, rtol=1e-4, atol=1e-5)
+        expected = fastmath.stock_attention(q, k, v, scale=0.17, mask=given)
+        assert mx.allclose(fastmath.attention(q, k, v, scale=0.17, mask=given), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_values_may_be_narrower_than_keys():
     q, k, v = normal(1, 1, 4, 40, 48), normal(2, 1, 2, 90, 48), normal(3, 1, 2, 90, 16)
-    expected = cpu._stock_attention(q, k, v, scale=0.1, mask="causal")
-    assert mx.allclose(cpu.attention(q, k, v, scale=0.1, mask="causal"), expected, rtol=1e-4, atol=1e-5)
+    expected = fastmath.stock_attention(q, k, v, scale=0.1, mask="causal")
+    assert mx.allclose(fastmath.attention(q, k, v, scale=0.1, mask="causal"), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_large_scores_do_not_overflow():
     q, k, v = 300 * normal(1, 1, 2, 9, 32), 300 * normal(2, 1, 2, 9, 32), normal(3, 1, 2, 9, 32)
-    out = cpu.attention(q, k, v, scale=1.0, mask="causal")
-    assert mx.allclose(out, cpu._stock_attention(q, k, v, scale=1.0, mask="causal"), rtol=1e-4, atol=1e-4)
+    out = fastmath.attention(q, k, v, scale=1.0, mask="causal")
+    assert mx.allclose(out, fastmath.stock_attention(q, k, v, scale=1.0, mask="causal"), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_float32_or_has_sinks_goes_to_the_stock_function():
     q, k, v = (normal(i, 1, 2, 9, 32, dtype=mx.float16) for i in range(3))
-    assert mx.array_equal(cpu.attention(q, k, v, scale=0.2), cpu._stock_attention(q, k, v, scale=0.2))
+    assert mx.array_equal(fastmath.attention(q, k, v, scale=0.2), fastmath.stock_attention(q, k, v, scale=0.2))
     q, k, v = (normal(i, 1, 2, 9, 32) for i in range(3))
     sinks = mx.array([0.5, 1.0])
     assert mx.array_equal(
-        cpu.attention(q, k, v, scale=0.2, sinks=sinks), cpu._stock_attention(q, k, v, scale=0.2, sinks=sinks)
+        fastmath.attention(q, k, v, scale=0.2, sinks=sinks), fastmath.stock_attention(q, k, v, scale=0.2, sinks=sinks)
     )
 
 
@@ -70,12 +70,14 @@ def test_inputs_are_left_as_they_were():
     q, k, v = (normal(i, 1, 4, 70, 32) for i in range(3))
     mask = mx.where(causal(70, 70), 0.0, -1e9)
     before = [np.array(a) for a in (q, k, v, mask)]
-    mx.eval(cpu.attention(q, k, v, scale=0.2, mask=mask))
+    mx.eval(fastmath.attention(q, k, v, scale=0.2, mask=mask))
     assert all(np.array_equal(np.array(a), b) for a, b in zip((q, k, v, mask), before, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 33, 64), (2, 7, 64), (64,)])
-@pytest.mark.parametrize(("ours", "stock"), [(cpu.silu, cpu._stock_silu), (cpu.gelu_approx, cpu._stock_gelu_approx)])
+@pytest.mark.parametrize(
+    ("ours", "stock"), [(fastmath.silu, fastmath.stock_silu), (fastmath.gelu_approx, fastmath.stock_gelu_approx)]
+)
 def test_activations_equal_the_stock_functions_and_leave_their_input(ours, stock, shape):
     x = 20 * normal(1, *shape)
     before = np.array(x)
@@ -102,8 +104,8 @@ def test_a_model_gives_the_same_logits_with_and_without(monkeypatch):
     cpu.prepare()
     fast = logits()
     mx.eval(fast)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", cpu._stock_attention)
-    monkeypatch.setattr(nn, "silu", cpu._stock_silu)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fastmath.stock_attention)
+    monkeypatch.setattr(nn, "silu", fastmath.stock_silu)
     assert mx.max(mx.abs(fast - logits())).item() < 1e-4
 
 
@@ -123,13 +125,13 @@ def test_products_of_any_layout_are_right(transposed):
 
 
 def test_a_library_that_multiplies_wrongly_is_taken_out_again(monkeypatch):
-    slots = cpu._import_slots()
+    slots = elf.import_slots("libmlx.so", cpu._GEMMS)
     if not slots:
         pytest.skip("this build of MLX imports no BLAS")
-    before = [cpu._read(slot) for _, slot in slots]
+    before = [elf.read(slot) for _, slot in slots]
     monkeypatch.setattr(cpu, "_products_are_right", lambda: False)
     assert not cpu._redirect(slots, {name: address for (name, _), address in zip(slots, before, strict=True)})
-    assert [cpu._read(slot) for _, slot in slots] == before
+    assert [elf.read(slot) for _, slot in slots] == before
 
 
 def test_only_the_reference_blas_comes_with_advice():

@@ -1,6 +1,7 @@
 """The scheduler over a scripted engine: order, sharing, ends, cancels, failures. No model, no sleeps."""
 
 import asyncio
+import itertools
 from array import array
 from dataclasses import replace
 
@@ -54,6 +55,8 @@ def serving(engine, limits=Limits(), **bounds):  # noqa: B008
         ("hello", {"stop": ("hello world",)}, "hello", "eos", 6),
         ("hello", {"max_tokens": 4, "stop": ("low",)}, "hell", "limit", 4),
         ("héllo", {"max_tokens": 2}, "h\ufffd", "limit", 2),
+        ("a\n  b\nc", {"least_indent": 2}, "a\n  b\n", "limit", 7),
+        ("a\n  b\n  c", {"least_indent": 2}, "a\n  b\n  c", "eos", 10),
     ],
 )
 async def test_each_way_to_end(script, fields, text, stop_type, num):
@@ -61,6 +64,25 @@ async def test_each_way_to_end(script, fields, text, stop_type, num):
         result = await collect(scheduler, generation(run(50), **{"max_tokens": 20} | fields))
     assert result.text == text
     assert (result.end.stop_type, result.end.completion_tokens, result.end.truncated) == (stop_type, num, False)
+
+
+async def test_a_time_limit_ends_a_generation_with_its_next_line_only():
+    ticks = itertools.count()  # a second passes whenever the time is asked for
+    for max_ms, text in ((1, "ab\n"), (0, "ab\ncd\n"), (10**9, "ab\ncd\n")):
+        clocked = scheduling(saying("ab\ncd\n"), TOKENIZER, bytes_per_token=BYTES_PER_TOKEN, clock=lambda: next(ticks))
+        async with clocked as scheduler:
+            result = await collect(scheduler, generation(run(50), max_tokens=20, max_ms=max_ms))
+        assert result.text == text
+        assert (result.end.stop_type, result.end.truncated) == ("limit" if max_ms == 1 else "eos", False)
+
+
+async def test_progress_begins_with_what_was_adopted_and_ends_with_the_whole_prompt():
+    async with serving(saying("x")) as scheduler:
+        for cached in (0, 192):
+            progress = (await collect(scheduler, generation(run(200)))).progress
+            assert [p.processed for p in progress] == sorted(p.processed for p in progress)
+            assert {(p.total, p.cached) for p in progress} == {(200, cached)}
+            assert (progress[0].processed, progress[-1].processed) == (cached, 200)
 
 
 async def test_the_context_ends_a_generation_as_truncated():

@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 
 from mlxcel import __version__
+from mlxcel.api import cache, props, slots, unsupported
 from mlxcel.api.app import MAX_BODY, ROUTES
 from tests.http.serving import asking, encode, serving
 
@@ -133,6 +134,48 @@ async def test_an_unknown_path_and_a_wrong_method_are_404_in_json(method, path):
         assert body == {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}
 
 
+ALIASES = [
+    ("GET", "/health", "/v1/health"),
+    ("GET", "/models", "/v1/models"),
+    ("POST", "/completion", "/completions"),
+    ("POST", "/chat/completions", "/v1/chat/completions"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "alias"), ALIASES, ids=str)
+async def test_both_names_of_a_route_answer_alike(method, path, alias):
+    async with serving() as server:
+        told = []
+        for each in (path, alias):
+            body = asking(path, "<<x>>") if method == "POST" else None
+            async with server.session.request(method, each, json=body) as response:
+                assert response.status == 200
+                assert response.headers["Content-Type"] == "application/json; charset=utf-8"
+                told.append(await response.json())
+        assert told[0].keys() == told[1].keys()
+
+
+RERANK = [prefix + name for prefix in ("", "/v1") for name in ("/rerank", "/reranking")]
+AUDIO = ["/audio/transcriptions", "/v1/audio/transcriptions"]
+
+
+@pytest.mark.parametrize("path", [*RERANK, *AUDIO, "/v1/systemone"])
+@pytest.mark.parametrize("body", [b"{}", b"not json"], ids=["json", "anything"])
+async def test_what_a_text_model_cannot_do_is_501_whatever_is_asked(path, body):
+    async with serving() as server:
+        status, answer = await server.post(path, body)
+    assert (status, answer["error"]["code"], answer["error"]["type"]) == (501, 501, "not_supported_error")
+
+
+@pytest.mark.parametrize("path", ["/tools", "/cors-proxy"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_what_is_left_off_for_safety_is_403_without_a_code(method, path):
+    async with serving() as server, server.session.request(method, path) as response:
+        error = (await response.json())["error"]
+    assert response.status == 403
+    assert error.keys() == {"message", "type"} and error["type"] == "feature_disabled"
+
+
 async def test_a_prefix_stands_before_every_route_and_health_stays_public():
     async with serving(api_prefix="/llm", **KEY) as server:
         assert (await server.get("/llm/health"))[0] == 200
@@ -142,8 +185,8 @@ async def test_a_prefix_stands_before_every_route_and_health_stays_public():
         assert (await server.get("/v1/models", headers=headers))[0] == 404
 
 
-OPTIONAL = ("/v1/cache/reset", "/slots/{id}")  # a body is not needed there
-READING = [path for method, paths, _ in ROUTES if method == "POST" for path in paths if path not in OPTIONAL]
+NOT_READING = {cache.reset, props.change, slots.act, *(f for f in vars(unsupported).values() if callable(f))}
+READING = [path for method, paths, do in ROUTES if method == "POST" and do not in NOT_READING for path in paths]
 
 
 @pytest.mark.parametrize("path", READING)
@@ -207,25 +250,6 @@ async def test_several_addresses_and_a_unix_socket_are_listened_on_at_once(tmp_p
 
 
 # --- plain routes
-
-
-async def test_models_in_the_shapes_of_openai_and_ollama():
-    async with serving(bounds={"n_ctx": 512}) as server:
-        status, body = await server.get("/v1/models")
-        assert status == 200 and body == (await server.get("/models"))[1] | {"data": body["data"]}
-        model = body["data"][0]
-        assert (body["object"], model["id"], model["object"]) == ("list", "tiny", "model")
-        assert model["meta"]["n_ctx"] == 512 and model["meta"]["n_vocab"] == 320
-        assert body["models"][0]["name"] == "tiny"
-
-
-async def test_props_tell_the_model_the_slots_and_the_defaults():
-    async with serving(temperature=0.3) as server:
-        _, body = await server.get("/props")
-        assert body["default_generation_settings"]["params"]["temperature"] == 0.3
-        assert (body["total_slots"], body["model_alias"]) == (4, "tiny")
-        assert body["chat_template"] == server.services.live.template.source
-        assert body["eos_token"] == "<|im_end|>"
 
 
 async def test_metrics_are_off_unless_asked_for_and_say_how():
