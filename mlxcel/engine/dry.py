@@ -30,8 +30,8 @@ class BreakerIndex:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.find = lru_cache(64)(self._find)
-        self._find_one = lru_cache(256)(self._sequences)
+        self.find = lru_cache(16)(self._find)
+        self._find_one = lru_cache(32)(self._sequences)
 
     def _find(self, texts: tuple[str, ...]) -> Breakers:
         """For each token that breaks a repetition at one of the `texts`, what must follow it to do so: nothing where
