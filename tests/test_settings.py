@@ -316,6 +316,20 @@ def test_stop_texts_add_up_and_their_escapes_are_read():
     assert parse([*words, "--no-escape"], {}).reverse_prompt == (r"a\n", r"\x41\xea\xb0\x80\q\\", "가")
 
 
+def test_breakers_are_read_like_stop_texts():
+    assert parse(["--dry-sequence-breaker", r"\n", "--dry-sequence-breaker", "x"], {}).dry_sequence_breaker == (
+        "\n",
+        "x",
+    )
+    assert parse(["--dry-sequence-breaker", r"\n", "--no-escape"], {}).dry_sequence_breaker == (r"\n",)
+
+
+def test_a_sampler_that_does_not_exist_is_noted():
+    assert parse(["--samplers", "top-k;temp;", "--sampler-seq", "kt"], {}).notes == ()
+    assert parse(["--samplers", "top_k;tmp"], {}).notes == ("--samplers: 'tmp' is no sampler, and left out",)
+    assert parse(["--sampler-seq", "k?"], {}).notes == ("--sampler-seq: '?' is no sampler, and left out",)
+
+
 def test_a_template_typed_or_named_on_the_command_line_beats_the_environment(tmp_path):
     file = tmp_path / "template"
     file.write_text("{{ file }}")

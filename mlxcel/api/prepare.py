@@ -42,9 +42,9 @@ async def off_loop(work: Callable[[Services, bytes], T], services: Services, bod
 
     The tokenizer releases the GIL; what does not is still interrupted every few milliseconds.
     """
-    if len(body) < LONG_BODY and not any(word in body for word in SLOW_FIELDS):
-        return work(services, body)
-    return await asyncio.to_thread(work, services, body)
+    if len(body) >= LONG_BODY or services.settings.dry_multiplier or any(word in body for word in SLOW_FIELDS):
+        return await asyncio.to_thread(work, services, body)
+    return work(services, body)
 
 
 def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:

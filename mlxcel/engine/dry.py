@@ -30,8 +30,8 @@ class BreakerIndex:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.find = lru_cache(64)(self._find)
-        self._find_one = lru_cache(256)(self._sequences)
+        self.find = lru_cache(16)(self._find)
+        self._find_one = lru_cache(32)(self._sequences)
 
     def _find(self, texts: tuple[str, ...]) -> Breakers:
         """For each token that breaks a repetition at one of the `texts`, what must follow it to do so: nothing where
@@ -101,10 +101,11 @@ def losses(recent: NDArray[np.int32], dry: Dry) -> dict[int, float]:
     limit = _since_breaker(window[-(longest + MAX_TAIL + 1) :].tolist(), dry.breakers, longest)
     if limit < dry.allowed_length:
         return {}
+    lengths = _repeats(window, limit)
+    ends = np.flatnonzero(lengths >= dry.allowed_length)
     repeated: dict[int, int] = {}
-    for token, length in zip(window[1:].tolist(), _repeats(window, limit).tolist(), strict=True):
-        if length >= dry.allowed_length:
-            repeated[token] = max(length, repeated.get(token, 0))
+    for token, length in zip(window[ends + 1].tolist(), lengths[ends].tolist(), strict=True):
+        repeated[token] = max(length, repeated.get(token, 0))
     return {
         token: _loss(dry, min(length - dry.allowed_length, steepest))
         for token, length in repeated.items()
@@ -131,11 +132,11 @@ def _repeats(window: NDArray[np.int32], limit: int) -> NDArray[np.int64]:
     """For each place but the last: how many tokens up to it are also the window's last ones, counted up to `limit`."""
     last = len(window) - 1
     lengths = np.zeros(last, dtype=np.int64)
-    places = np.arange(last)
-    for length in range(1, limit + 1):
-        places = places[places >= length - 1]
-        places = places[window[places - length + 1] == window[last - length + 1]]
-        if not len(places):
+    equal = np.ones(last, dtype=np.bool_)
+    for back in range(limit):
+        equal[:back] = False
+        equal[back:] &= window[: last - back] == window[last - back]
+        if not equal.any():
             break
-        lengths[places] = length
+        lengths += equal
     return lengths

@@ -110,8 +110,8 @@ def mirostat_1(logits: mx.array, mu: mx.array, vocab_size: int) -> mx.array:
 
 
 def mirostat_2(logits: mx.array, mu: mx.array) -> mx.array:
-    """Those whose surprise is at most mu bits. Needs ranks."""
-    return _kept((surprise(logits) <= mu) | _among_first(logits, 1), logits)
+    """Those whose surprise is at most mu bits, and the largest."""
+    return mx.where(surprise(logits) <= mu, logits, _largest(logits))
 
 
 def surprise(logits: mx.array) -> mx.array:

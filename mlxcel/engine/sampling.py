@@ -119,15 +119,15 @@ class MirostatDraw:
         self._mu = mx.array([[2.0 * mirostat.tau]])
 
     def __call__(self, candidates: Candidates, key: mx.array) -> Drawn:
-        ranked = candidates.all_ranked()
         if self._mirostat.version == 1:
-            logits = samplers.mirostat_1(ranked.logits, self._mu, ranked.logits.shape[-1])
+            candidates = candidates.all_ranked()
+            logits = samplers.mirostat_1(candidates.logits, self._mu, candidates.logits.shape[-1])
         else:
-            logits = samplers.mirostat_2(ranked.logits, self._mu)
+            logits = samplers.mirostat_2(candidates.logits, self._mu)
         place = mx.random.categorical(logits, key=key)
         bits = mx.take_along_axis(samplers.surprise(logits), place[..., None], axis=-1)
         self._mu = self._mu - self._mirostat.eta * (bits - self._mirostat.tau)
-        return ranked.token(place), replace(ranked, logits=logits)
+        return candidates.token(place), replace(candidates, logits=logits)
 
 
 class AdaptiveDraw:

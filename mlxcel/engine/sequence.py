@@ -80,8 +80,8 @@ class Adaptive:
 class Sampling:
     """How a token is chosen. Temperature 0 is greedy; 0, 1.0 and -1 switch the filters off as in llama-server.
 
-    `order` is that of the samplers; one that it does not name has no effect, the temperature included. Every filter
-    but top_k leaves `min_keep` tokens.
+    `order` is that of the samplers; one that it does not name has no effect, the temperature included. Filters that go
+    by probability leave at least `min_keep` tokens.
     """
 
     temperature: float = 0.8
