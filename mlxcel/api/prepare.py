@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from mlxcel.api.services import Services
 from mlxcel.cache.key import CacheContext, SignatureParts
 from mlxcel.cache.radix import common_prefix
 from mlxcel.engine.sequence import Generation, Sampling
-from mlxcel.errors import InvalidRequest
+from mlxcel.errors import ContextExceeded, InvalidRequest, Unavailable
 from mlxcel.prompt.signature import RAW_PROMPT_SIG, Signature, template_sig
 from mlxcel.prompt.template import ChatTemplate
 
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONG_BODY = 20_000  # bytes; tokenising as much takes some ten milliseconds
-SLOW_FIELDS = (b"grammar", b"json_schema", b"response_format", b"dry_")  # the first of one may take seconds
+FORMS = (b'"grammar"', b'"json_schema"', b'"response_format"')  # to compile one may take seconds
+MAX_COMPILING = 16
+
+_COMPILERS = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
 
 async def off_loop(work: Callable[[Services, bytes], T], services: Services, body: bytes) -> T:
@@ -42,9 +46,23 @@ async def off_loop(work: Callable[[Services, bytes], T], services: Services, bod
 
     The tokenizer releases the GIL; what does not is still interrupted every few milliseconds.
     """
-    if len(body) >= LONG_BODY or services.settings.dry_multiplier or any(word in body for word in SLOW_FIELDS):
+    if any(name in body for name in FORMS):
+        return await _compiling(work, services, body)
+    if len(body) >= LONG_BODY or services.settings.dry_multiplier or b'"dry_' in body:
         return await asyncio.to_thread(work, services, body)
     return work(services, body)
+
+
+async def _compiling(work: Callable[[Services, bytes], T], services: Services, body: bytes) -> T:
+    """What may compile a grammar for seconds has threads of its own, and few wait for them: nobody else's long prompt
+    shall stand behind a hostile schema. Raises Unavailable."""
+    if services.num_compiling >= MAX_COMPILING:
+        raise Unavailable("too many grammars are being compiled, try again later", retry_after=5)
+    services.num_compiling += 1
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_COMPILERS, work, services, body)
+    finally:
+        services.num_compiling -= 1
 
 
 def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
@@ -52,6 +70,7 @@ def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
     template = chat_template(services)
     tokenizer = services.live.model.tokenizer
     text = render_chat(services, request.conversation)
+    _check_length(services, len(text))
     tokens = tokenizer.encode(text, add_special=False)  # the template alone decides on BOS
     signature = _signature(template, request.conversation)
     context = _context(services, request.options, signature.hex, signature.parts)
@@ -62,6 +81,8 @@ def prepare_chat(services: Services, request: ChatRequest) -> list[Generation]:
 def prepare_prompts(services: Services, request: PromptRequest) -> list[Generation]:
     """One generation for each choice of each prompt, the choices of a prompt side by side. Raises InvalidRequest."""
     tokenizer = services.live.model.tokenizer
+    for prompt in request.prompts:
+        _check_length(services, sum(len(part) for part in prompt if isinstance(part, str)))
     texts = [tokenise(tokenizer, prompt, add_special=True) for prompt in request.prompts]
     prompts = [(tokens, len(tokens) - 1) for tokens in texts]
     context = _context(services, request.options, RAW_PROMPT_SIG)
@@ -163,6 +184,17 @@ def _signature(template: ChatTemplate, conversation: Conversation) -> Signature:
         _shown_tools(template, conversation),
         conversation.continue_final,
     )
+
+
+def _check_length(services: Services, num_chars: int) -> None:
+    """A text that cannot fit is not tokenised: that takes some 500 bytes of memory for each of its own.
+
+    A character has at least one byte, and no token stands for more than `longest` of them.
+    """
+    bounds = services.live.scheduler.bounds
+    fewest = num_chars // services.live.model.tokenizer.longest
+    if fewest >= bounds.n_ctx:
+        raise ContextExceeded(fewest, bounds.n_ctx)
 
 
 def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool, parse_special: bool = True) -> array[int]:

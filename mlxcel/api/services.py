@@ -46,6 +46,7 @@ class Services:
     recent: Recent = field(default_factory=Recent)
     draining: bool = False
     num_refused: int = 0
+    num_compiling: int = 0
     loaded: Live | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)
 

@@ -188,6 +188,7 @@ class Store:
         """
         if not self.enabled or len(tokens) < self.limits.min_prefix:
             return None
+        digest = key_digest(context, tokens)  # before anything is held: a context that cannot be hashed raises
         bucket = self._buckets.get(context.bucket) or Bucket(context)
         node = bucket.trie.extend(tokens, start, segment)
         if node is None:
@@ -199,7 +200,7 @@ class Store:
             return None
         entry = node.entries.get(context.session_key)
         if entry is None:
-            entry = self._mark(bucket, Entry(context, node, key_digest(context, tokens), b"", now, now), tokens)
+            entry = self._mark(bucket, Entry(context, node, digest, b"", now, now), tokens)
         entry.last_used = now
         if replaces is not None and replaces is not entry and self.limits.block_size:
             self._supersede(replaces)

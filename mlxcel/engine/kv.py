@@ -64,10 +64,11 @@ class KVSegment:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where each key and value array of a cache goes: `groups` lists the (leaf, 0 for keys or 1 for values) pairs
-    that share heads, dim and dtype."""
+    that share heads, dim and dtype; `shapes` are these three of each group."""
 
     groups: tuple[tuple[tuple[int, int], ...], ...]
     bytes_per_token: int
+    shapes: tuple[tuple[int, int, mx.Dtype], ...] = ()
 
     def detach(self, cache: Iterable[Any], start: int, stop: int, row: int | None = None) -> KVSegment:
         """Copy tokens [start, stop) out of a live cache; `row` picks a sequence of a batched one. Evaluated."""
@@ -117,11 +118,11 @@ class Layout:
 
     def fits(self, arrays: list[mx.array], length: int) -> bool:
         """Whether packed arrays are of `length` tokens of this layout."""
-        if len(arrays) != len(self.groups) or any(array.ndim != 4 for array in arrays):
-            return False
-        parts = [(array.shape[0], array.shape[2]) for array in arrays]
-        wanted = [(len(group), length) for group in self.groups]
-        return parts == wanted and sum(array.nbytes for array in arrays) == length * self.bytes_per_token
+        wanted = [
+            ((len(group), heads, length, dim), dtype)
+            for group, (heads, dim, dtype) in zip(self.groups, self.shapes, strict=True)
+        ]
+        return [(array.shape, array.dtype) for array in arrays] == wanted
 
 
 def _cut(segment: KVSegment, n: int) -> tuple[tuple[Block, int, int], ...]:
@@ -166,4 +167,4 @@ def layout_of(net: Any, cache: list[Any]) -> Layout | None:
             _, heads, _, dim = array.shape
             groups.setdefault((heads, dim, array.dtype), []).append((i, part))
             nbytes += heads * dim * array.dtype.size
-    return Layout(tuple(tuple(group) for group in groups.values()), nbytes)
+    return Layout(tuple(tuple(group) for group in groups.values()), nbytes, tuple(groups))  # type: ignore[arg-type]

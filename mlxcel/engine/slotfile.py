@@ -89,11 +89,30 @@ def read(path: Path, fingerprint: str) -> tuple[Header, list[NDArray[np.generic]
             (tuple(a["shape"]), np.dtype(a["dtype"]) if a["dtype"] in DTYPES else None) for a in described.pop("arrays")
         ]
         header = Header(**described)
-    except (ValueError, KeyError, TypeError) as error:
+        _check(header)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise BadFile(f"its header cannot be read: {error}") from None
     if header.fingerprint != fingerprint:
         raise BadFile("it was saved with another model")
     return header, _arrays(rest[:-32], shapes), len(MAGIC) + len(line) + len(rest)
+
+
+def _check(header: Header) -> None:
+    """Raises ValueError: a header that is well formed JSON may still hold anything."""
+    context, regime = header.context, header.context.get("rope_regime")
+    texts = (header.fingerprint, header.kind, *header.dtypes)
+    optional = (context.get(name) for name in ("session_key", "lora_id", "salt"))
+    if not all(isinstance(text, str) for text in texts) or header.kind not in ("kv", "snapshot"):
+        raise ValueError("a text is missing")
+    if not all(text is None or isinstance(text, str) for text in optional):
+        raise ValueError("its context is not one")
+    if not (regime is None or (type(regime) is int and 0 <= regime < 256)):
+        raise ValueError("its context is not one")
+    if header.tokens and (len(str(context["mm_digest"])) != 64 or not isinstance(context["template_sig"], str)):
+        raise ValueError("its context is not one")
+    bytes.fromhex(str(context.get("mm_digest", "")))
+    if not isinstance(header.tokens, list) or not all(isinstance(leaf, dict) for leaf in header.leaves):
+        raise ValueError("its tokens or layers are not lists")
 
 
 def _digest(*pieces: Buffer) -> bytes:
@@ -108,7 +127,7 @@ def _arrays(
 ) -> list[NDArray[np.generic]]:
     arrays, at = [], 0
     for shape, dtype in shapes:
-        if dtype is None or any(type(n) is not int or n < 0 for n in shape):
+        if dtype is None or any(type(n) is not int or not 0 <= n < 1 << 40 for n in shape):
             raise BadFile("its header describes no arrays")
         nbytes = math.prod(shape) * dtype.itemsize
         if at + nbytes > len(data):

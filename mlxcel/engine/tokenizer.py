@@ -57,6 +57,11 @@ class Tokenizer:
             rust.encode_special_tokens = True
         return rust
 
+    @cached_property
+    def longest(self) -> int:
+        """UTF-8 bytes that one token stands for at the most."""
+        return max((len(self.piece(token)) for token in range(min(self.num_known, self.vocab_size))), default=1) or 1
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
         return str(self._backend.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

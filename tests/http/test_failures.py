@@ -271,7 +271,8 @@ async def test_choices_that_do_not_all_fit_leave_none_behind():
 
 
 async def test_a_huge_prompt_does_not_keep_others_from_being_answered():
-    async with serving(bounds={"n_ctx": 1000}) as server:
+    """It is just short enough not to be refused by its length alone: a token is at most 13 bytes here."""
+    async with serving(bounds={"n_ctx": 80_000}) as server:
         big = asyncio.create_task(server.post("/completion", asking("/completion", "word " * 200_000)))
         loop = asyncio.get_running_loop()
         began, gaps = loop.time(), []
@@ -281,6 +282,14 @@ async def test_a_huge_prompt_does_not_keep_others_from_being_answered():
             gaps.append(loop.time() - asked)
         assert (await big)[0] == 400
         assert max(gaps) < (loop.time() - began) / 2, "on the loop, one gap would be nearly all of the time"
+
+
+async def test_a_text_that_cannot_fit_is_refused_without_being_tokenised():
+    async with serving(bounds={"n_ctx": 100}) as server:
+        for route, text in (("/completion", "x" * 5000), ("/v1/chat/completions", "x" * 5000)):
+            status, body = await server.post(route, asking(route, text))
+            assert (status, body["error"]["type"]) == (400, "exceed_context_size_error")
+            assert 100 <= body["error"]["n_prompt_tokens"] < 5000, "as few as there can be: nobody counted them"
 
 
 # --- shutting down

@@ -108,7 +108,9 @@ async def test_the_chances_of_the_draw_are_probabilities_and_none_is_zero(serve)
 async def test_chances_of_the_draw_come_in_every_dialect(serve, route):
     chat = {"logprobs": True, "top_logprobs": 2} if "chat" in route else {"logprobs": 2}
     async with serve() as server:
-        status, body = await server.post(route, asking(route, "hi", max_tokens=2, post_sampling_probs=True, **chat))
+        status, body = await server.post(
+            route, asking(route, "hi", max_tokens=2, ignore_eos=True, post_sampling_probs=True, **chat)
+        )
     assert status == 200
     entries = body.get("completion_probabilities") or body["choices"][0]["logprobs"]["content"]
     assert len(entries) == 2 and all(0 < entry["prob"] <= 1 and entry["top_probs"] for entry in entries)

@@ -1,6 +1,8 @@
 """Slots: what they show, and their state saved, restored and erased, on real tiny models."""
 
 import asyncio
+import hashlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -157,7 +159,8 @@ async def test_a_chat_saved_before_a_restart_hits_after_it(mlx_thread, tmp_path)
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
 async def test_erasing_forgets(family, mlx_thread, tmp_path):
     async with real(family, mlx_thread, tmp_path) as server:
-        await server.post("/completion", asking("/completion", LONG, id_slot=0, n_predict=4))
+        body = asking("/completion", LONG, id_slot=0, n_predict=4, ignore_eos=True)
+        await server.post("/completion", body)
         status, erased = await act(server, 0, "erase")
         assert (status, erased) == (200, {"id_slot": 0, "n_erased": len(LONG) + 4})
         assert server.services.store.num_entries == server.services.snapshots.num_entries == 0
@@ -241,3 +244,34 @@ async def test_damaged_cut_and_foreign_files_are_refused_and_leave_the_slot_empt
     async with real("qwen3", mlx_thread, tmp_path) as server:
         status, body = await act(server, 0, "restore", filename="good")
         assert status == 400 and "another model" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": None},
+        {"tokens": [-1]},
+        {"context": None},
+        {"context": {}},
+        {"dtypes": None},
+        {"arrays": [{"shape": [8, 2, 99, 32], "dtype": "int32"}]},
+        {"kind": "other"},
+        {"kind": "snapshot", "leaves": None},
+        {"fingerprint": 5},
+        {"arrays": [{"shape": [0, 2**70], "dtype": "float32"}]},
+        {"arrays": [{"shape": [8, 1, 99, 64], "dtype": "float32"}]},
+        {"surplus": 1},
+    ],
+    ids=str,
+)
+async def test_a_file_with_a_right_digest_and_an_odd_header_is_refused_and_holds_nothing(change, mlx_thread, tmp_path):
+    async with real("llama", mlx_thread, tmp_path) as server:
+        await server.post("/completion", asking("/completion", LONG, id_slot=0, n_predict=4))
+        await act(server, 0, "save", filename="good")
+        await server.post("/v1/cache/reset", {})
+        magic, line, rest = (tmp_path / "good").read_bytes().split(b"\n", 2)
+        forged = magic + b"\n" + json.dumps(json.loads(line) | change).encode() + b"\n" + rest[:-32]
+        (tmp_path / "forged").write_bytes(forged + hashlib.blake2b(forged, digest_size=32).digest())
+        status, body = await act(server, 0, "restore", filename="forged")
+        assert status == 400 and body["error"]["message"].startswith("Unable to restore slot:")
+        assert server.services.store.nbytes == 0
