@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mlxcel.engine.kv import KVSegment
 from mlxcel.engine.model import LoadedModel
 from mlxcel.engine.slotfile import BadFile
-from mlxcel.engine.snapshot import Leaf, LeafShape, State
+from mlxcel.engine.snapshot import Leaf, LeafShape, State, mismatch, sizes_of
 
 SAMPLE = 64  # elements of each weight: a fine-tuned model differs in nearly all of them
 
@@ -74,17 +74,27 @@ def unpack_state(
     try:
         for described, wanted in zip(leaves, shape.leaves, strict=True):
             held = tuple(None if place is None else next(left) for place in described["arrays"])
-            sizes = tuple(None if a is None else (a.ndim, a.shape[-1], str(a.dtype)) for a in held)
-            back.append(
-                Leaf(
-                    LeafShape(wanted.kind, wanted.limit, sizes), held, int(described["offset"]), int(described["start"])
-                )
-            )
+            sizes = LeafShape(wanted.kind, wanted.limit, sizes_of(wanted.kind, held))
+            back.append(Leaf(sizes, held, int(described["offset"]), int(described["start"])))
     except (StopIteration, KeyError, TypeError, ValueError) as error:
         raise BadFile("its layers are not those of this model") from error
+    fitting = mismatch(tuple(leaf.shape for leaf in back), shape.leaves) is None
+    if not fitting or not all(_is_whole(leaf, wanted, length) for leaf, wanted in zip(back, shape.leaves, strict=True)):
+        raise BadFile("its layers are not those of this model")
     every = [a for leaf in back for a in leaf.arrays if a is not None]
     mx.eval(every)
     return State(tuple(back), length, sum(a.nbytes for a in every), model.proven.cuts)
+
+
+def _is_whole(leaf: Leaf, wanted: LeafShape, length: int) -> bool:
+    """Whether all arrays that the model keeps are there, and KV holds what a state of `length` tokens holds of it."""
+    if [a is None for a in leaf.arrays] != [a is None for a in wanted.arrays]:
+        return False
+    if wanted.kind == "arrays" or leaf.arrays[0] is None:
+        return True
+    held = min(length, wanted.limit or length)
+    rows = {a.shape[-2] for a in leaf.arrays if a is not None}
+    return (leaf.offset, leaf.start, rows) == (length, length - held, {held})
 
 
 def _packed(arrays: list[mx.array]) -> tuple[list[NDArray[Any]], list[str]]:

@@ -42,11 +42,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LeafShape:
-    """`limit` is the window or chunk in tokens (0: none); `arrays` are (number of axes, last axis, dtype), or None."""
+    """`limit` is the window or chunk in tokens (0: none); `arrays` are (axes that never change, dtype), or None."""
 
     kind: LeafKind
     limit: int
-    arrays: tuple[tuple[int, int, str] | None, ...]
+    arrays: tuple[tuple[tuple[int, ...], str] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ def restore(state: State, length: int, shape: StateShape, cache: Iterable[Any]) 
 
     The live cache gets handles of its own: a write through a shared handle would change the stored state.
     """
-    if mismatch := _mismatch(tuple(leaf.shape for leaf in state.leaves), shape.leaves):
-        raise Refused(mismatch)
+    if differing := mismatch(tuple(leaf.shape for leaf in state.leaves), shape.leaves):
+        raise Refused(differing)
     if reason := state.refusal(length):
         raise Refused(reason)
     targets = list(leaves(cache))
@@ -161,21 +161,32 @@ def _leaf_shape(leaf: Any) -> LeafShape:
     if kind is None or (kind == "window" and leaf.keep):
         raise Refused("layer_kinds")
     limit = leaf.max_size if kind == "window" else leaf.chunk_size if kind == "chunk" else 0
-    arrays = tuple(None if a is None else (a.ndim, a.shape[-1], str(a.dtype)) for a in _arrays(leaf))
-    return LeafShape(kind, limit, arrays)
+    return LeafShape(kind, limit, sizes_of(kind, _arrays(leaf)))
 
 
-def _mismatch(stored: tuple[LeafShape, ...], wanted: tuple[LeafShape, ...]) -> str | None:
+def sizes_of(kind: LeafKind, arrays: Iterable[mx.array | None]) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
+    """The number of axes, the heads of KV, the last axis, and the dtype of each array that is there."""
+
+    def axes(array: mx.array) -> tuple[int, ...]:
+        heads = () if kind == "arrays" or array.ndim < 3 else (array.shape[-3],)
+        return (array.ndim, *heads, array.shape[-1])
+
+    return tuple(None if a is None else (axes(a), str(a.dtype)) for a in arrays)
+
+
+def mismatch(stored: tuple[LeafShape, ...], wanted: tuple[LeafShape, ...]) -> str | None:
     """The name of what differs between a stored state and the model: kinds of layers, then sizes, then dtypes."""
     if [(leaf.kind, leaf.limit) for leaf in stored] != [(leaf.kind, leaf.limit) for leaf in wanted]:
         return "layer_kinds"
     for ours, theirs in zip(stored, wanted, strict=True):
+        if len(ours.arrays) != len(theirs.arrays):
+            return "layer_kinds"
         for a, b in zip(ours.arrays, theirs.arrays, strict=True):
             if a is None or b is None:
                 continue
-            if a[:2] != b[:2]:
+            if a[0] != b[0]:
                 return "shapes"
-            if a[2] != b[2]:
+            if a[1] != b[1]:
                 return "kv_mode"
     return None
 

@@ -275,3 +275,27 @@ async def test_a_file_with_a_right_digest_and_an_odd_header_is_refused_and_holds
         status, body = await act(server, 0, "restore", filename="forged")
         assert status == 400 and body["error"]["message"].startswith("Unable to restore slot:")
         assert server.services.store.nbytes == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "change", [{"arrays": []}, {"arrays": [None, None]}, {"offset": 7}, {"start": 1}, {"limit": 5}], ids=str
+)
+async def test_a_forged_snapshot_is_refused_and_the_server_goes_on(family, change, mlx_thread, tmp_path):
+    async with real(family, mlx_thread, tmp_path) as server:
+        asked = asking("/completion", LONG, id_slot=0, n_predict=4, temperature=0)
+        await server.post("/completion", asked)
+        await act(server, 0, "save", filename="good")
+        await server.post("/v1/cache/reset", {})
+        magic, line, rest = (tmp_path / "good").read_bytes().split(b"\n", 2)
+        header = json.loads(line)
+        matters = "arrays" in change or "limit" in change or header["leaves"][-1]["kind"] != "arrays"
+        header["leaves"][-1] |= change
+        forged = magic + b"\n" + json.dumps(header).encode() + b"\n" + rest[:-32]
+        (tmp_path / "forged").write_bytes(forged + hashlib.blake2b(forged, digest_size=32).digest())
+        assert (await act(server, 0, "restore", filename="forged"))[0] == (400 if matters else 200)
+        status, body = await server.post("/completion", asked | {"prompt": LONG[:50] + "then otherwise"})
+        _, cold = await server.post(
+            "/completion", asked | {"prompt": LONG[:50] + "then otherwise", "cache_prompt": False}
+        )
+        assert status == 200 and body["content"] == cold["content"]
