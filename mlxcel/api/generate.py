@@ -28,6 +28,7 @@ from mlxcel.cache.key import CacheContext
 from mlxcel.engine.sequence import Delta, Event, Failed, Finished, Generation, Progress
 from mlxcel.engine.sequence import Sequence as Running
 from mlxcel.errors import ServerError
+from mlxcel.prompt.reply import Plain, ReplyParser
 
 if TYPE_CHECKING:
     from mlxcel.engine.scheduler import Scheduler
@@ -43,12 +44,14 @@ def json_response(value: object, *, status: int = 200, headers: dict[str, str] |
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for, and the form in which it wants the answer; `conversation` is that of a chat."""
+    """What a body asks for, and the form in which it wants the answer; `conversation` is that of a chat, `parser` makes
+    what tells the parts of one choice."""
 
     options: Options
     generations: Sequence[Generation]
     shape: Shape
     conversation: Conversation | None = None
+    parser: Callable[[], ReplyParser] = Plain
 
 
 async def answer(request: web.Request, prepare: Callable[[Services, bytes], Asked]) -> web.StreamResponse:
@@ -72,7 +75,7 @@ async def answer(request: web.Request, prepare: Callable[[Services, bytes], Aske
 
 async def _tell(request: web.Request, asked: Asked, sequences: Sequence[Running], feed: Feed) -> web.StreamResponse:
     num = asked.options.num_choices
-    choices = [Choice(i, prompt=i // num, num_prompt=s.num_prompt) for i, s in enumerate(sequences)]
+    choices = [Choice(i, i // num, s.num_prompt, asked.parser()) for i, s in enumerate(sequences)]
     services = request.app[SERVICES]
     if not asked.options.stream:
         await _collect(feed, choices)

@@ -18,6 +18,7 @@ import orjson
 from mlxcel import __version__
 from mlxcel.api.options import Options
 from mlxcel.engine.sequence import Delta, Finished, Progress, TokenLogprob
+from mlxcel.prompt.reply import CallArguments, CallBegun, Content, Part, Plain, Reasoning, ReplyParser
 
 Object = dict[str, Any]
 
@@ -27,31 +28,70 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
+class Call:
+    """A tool call of a reply, as far as it was said. `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class Choice:
-    """What one sequence has said so far. `prompt` is the index of its prompt: several choices may share one."""
+    """What one sequence has said so far. `prompt` is the index of its prompt: several choices may share one.
+
+    `text` is all of it as it was generated; `parser` tells its parts: `content`, `reasoning` and `calls` add up those
+    of the whole, `fresh` are those of the newest event.
+    """
 
     index: int
     prompt: int
     num_prompt: int
+    parser: ReplyParser = field(default_factory=Plain)
     text: str = ""
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    fresh: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finished: Finished | None = None
     opened: bool = False
 
     def add(self, event: Progress | Delta | Finished) -> None:
+        self.fresh = []
         if isinstance(event, Delta):
             self.text += event.text
             self.tokens += event.tokens
             self.logprobs += event.logprobs
+            self.fresh = self.parser.push(event.text)
         elif isinstance(event, Finished):
             self.finished = event
+            self.fresh = self.parser.flush()
+        for part in self.fresh:
+            self._take(part)
+
+    def _take(self, part: Part) -> None:
+        match part:
+            case Content(text):
+                self.content += text
+            case Reasoning(text):
+                self.reasoning += text
+            case CallBegun(_, id_, name):
+                self.calls.append(Call(id_, name))
+            case CallArguments(index, text):
+                self.calls[index].arguments += text
 
     @property
     def end(self) -> Finished:
         if self.finished is None:
             raise RuntimeError("asked for the end of a sequence that has not finished")
         return self.finished
+
+    @property
+    def chat_reason(self) -> str:
+        """Why a chat's reply ended: a reply that stopped by itself after tool calls waits for their results."""
+        return "tool_calls" if self.calls and self.end.reason == "stop" else self.end.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +224,32 @@ class Verbose(Protocol):
     def whole(self, choice: Choice) -> Object: ...
 
 
+def _delta(part: Part) -> Object:
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegun(index, id_, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id_, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def message(choice: Choice) -> Object:
+    """The assistant's message, as a client sends it back with the next turn."""
+    said: Object = {"role": "assistant", "content": choice.content}
+    if choice.reasoning:
+        said["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        said["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return said
+
+
 class Chat:
     """POST /v1/chat/completions. With `verbose` the answer also carries what /completion would have said."""
 
@@ -199,21 +265,21 @@ class Chat:
             return [self._chunk(choice, opening) | {"prompt_progress": prompt_progress(event, timings)}]
         chunks = [] if choice.opened else [self._chunk(choice, opening)]
         choice.opened = True
+        said = [self._chunk(choice, _delta(part)) for part in choice.fresh]
         if isinstance(event, Finished):
-            last = self._chunk(choice, {}, event.reason)
+            last = self._chunk(choice, {}, choice.chat_reason)
             if self._verbose is not None:
                 last["__verbose"] = self._verbose.final(choice)
             if not self._reply.options.include_usage:
                 last["timings"] = Timings.of(event).json()
-            return [*chunks, last]
-        if event.text or event.logprobs:
-            said = self._chunk(choice, {"content": event.text})
-            if event.logprobs:
-                said["choices"][0]["logprobs"] = {"content": self._reply.entries(event.logprobs)}
-            if timings is not None:
-                said["timings"] = timings.json()
-            chunks.append(said)
-        return chunks
+            return [*chunks, *said, last]
+        if event.logprobs and not said:
+            said = [self._chunk(choice, {"content": ""})]
+        if event.logprobs:
+            said[-1]["choices"][0]["logprobs"] = {"content": self._reply.entries(event.logprobs)}
+        if said and timings is not None:
+            said[-1]["timings"] = timings.json()
+        return [*chunks, *said]
 
     def _chunk(self, choice: Choice, delta: Object, reason: str | None = None) -> Object:
         member = {"index": choice.index, "delta": delta, "finish_reason": reason}
@@ -233,8 +299,7 @@ class Chat:
         return whole | {"usage": usage(choices), "timings": Timings.of(choices[0].end).json()}
 
     def _member(self, choice: Choice) -> Object:
-        message = {"role": "assistant", "content": choice.text}
-        member: Object = {"index": choice.index, "message": message, "finish_reason": choice.end.reason}
+        member: Object = {"index": choice.index, "message": message(choice), "finish_reason": choice.chat_reason}
         if self._reply.options.top_logprobs is not None:
             member["logprobs"] = {"content": self._reply.entries(choice.logprobs)}
         return member
