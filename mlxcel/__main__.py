@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from mlxcel import logs, usage
 from mlxcel.errors import ConfigError, StartError
 from mlxcel.settings import parse
+from mlxcel.settings_files import config_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(asked)
         return 0
     try:
-        settings = parse(words, os.environ)
+        settings = parse(words, os.environ, config_files(os.environ))
         logs.set_up(settings)
         for note in settings.notes:
             logging.getLogger("mlxcel.settings").warning("%s", note)
