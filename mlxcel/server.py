@@ -223,6 +223,7 @@ def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
         chunk=chunk if model.proven.splits else n_ctx,
         latency=settings.prefill_latency_ms / 1000,
         rope_boundary=model.rope_boundary,
+        continuous=settings.cont_batching,
     )
 
 

@@ -272,8 +272,9 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _works("batch_size", "int", "-b --batch-size", "LLAMA_ARG_BATCH", 2048,
                "tokens around the gap that /infill looks at: three quarters before it, one after it. Prompts are "
                "computed by --ubatch-size", low=1),
-        _accepted("cont_batching", "pair", "-cb --cont-batching / -nocb --no-cont-batching", "LLAMA_ARG_CONT_BATCHING",
-                  True, "batch continuously: always on here"),
+        _works("cont_batching", "pair", "-cb --cont-batching / -nocb --no-cont-batching", "LLAMA_ARG_CONT_BATCHING",
+               True, "let new requests join those that are running; off, they wait until no reply is running and then "
+               "start together"),
         _accepted("context_shift", "pair", "--context-shift / --no-context-shift", "LLAMA_ARG_CONTEXT_SHIFT", False,
                   "drop old tokens when the context is full: here a reply ends there, as truncated"),
         _accepted("keep", "int", "--keep", "", 0, "tokens that a context shift leaves at the beginning", low=-1),

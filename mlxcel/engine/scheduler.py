@@ -61,7 +61,8 @@ class StepEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """`n_ctx` tokens a sequence may have in all; `chunk` tokens of prefill a step; `latency` in seconds;
-    `rope_boundary` tokens where a LongRoPE model changes its table (None: it never does)."""
+    `rope_boundary` tokens where a LongRoPE model changes its table (None: it never does); `continuous` False lets a
+    sequence join only while none is running."""
 
     num_slots: int
     n_ctx: int
@@ -69,6 +70,7 @@ class Bounds:
     chunk: int
     latency: float
     rope_boundary: int | None = None
+    continuous: bool = True
 
     def rope_regime(self, num_tokens: int) -> int | None:
         """The key's tag for KV of a sequence of this length."""
@@ -313,6 +315,8 @@ class Scheduler:
     # --- admission
 
     def _admit(self) -> None:
+        if self._running and not self.bounds.continuous:
+            return
         for sequence in list(self._waiting):
             if self.num_active >= self.bounds.num_slots:
                 return
@@ -328,8 +332,9 @@ class Scheduler:
             self._prefilling.append(sequence)
 
     def _is_coming(self, sequence: Sequence) -> bool:
-        """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored."""
-        return any(self.reuse.lends(other, sequence) > other.num_stored for other in self._prefilling)
+        """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored. Without continuous
+        batching whoever waited for that would miss the batch."""
+        return self.bounds.continuous and any(self.reuse.lends(other, sequence) > other.num_stored for other in self._prefilling)
 
     # --- planning
 
