@@ -17,7 +17,7 @@ from typing import Any
 from mlxcel.errors import ConfigError
 from mlxcel.settings_files import read_options
 from mlxcel.settings_table import TABLE, Setting
-from mlxcel.settings_values import FALSE, SAMPLER_LETTERS, TRUE, read_value, sampler_name, unescaped
+from mlxcel.settings_values import FALSE, SAMPLER_LETTERS, TRUE, read_object, read_value, sampler_name, unescaped
 
 PREFIXES = ("LLAMA_ARG_", "MLXCEL_")
 NOTHING = object()
@@ -273,7 +273,7 @@ def _source(name: str, origins: Mapping[str, str]) -> str:
 
 
 def _read_files(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Keys and templates that live in files. Raises ConfigError when one cannot be read or holds nothing."""
+    """Keys, templates and the page's settings that live in files. Raises ConfigError when one cannot be read or holds nothing."""
     if values["api_key_file"]:
         lines = [line.strip() for line in _read("api_key_file", values, origins).splitlines()]
         keys = tuple(line for line in lines if line and not line.startswith("#"))
@@ -284,12 +284,20 @@ def _read_files(values: dict[str, Any], origins: Mapping[str, str]) -> None:
         if values[name]:
             _read(name, values, origins)
     _read_constraint(values, origins)
-    typed, from_file = (origins.get(name) == "command line" for name in ("chat_template", "chat_template_file"))
-    if values["chat_template_file"] and (from_file or not typed):
+    if _file_counts("ui_config", values, origins):
+        text = _read("ui_config_file", values, origins)
+        values["ui_config"] = read_object(text, _source("ui_config_file", origins))
+    if _file_counts("chat_template", values, origins):
         values["chat_template"] = _read("chat_template_file", values, origins)
     elif values["chat_template"] and "{" not in values["chat_template"]:
         source = _source("chat_template", origins)
         raise ConfigError(f"{source}: built-in templates are not known by name here, give the Jinja text")
+
+
+def _file_counts(name: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
+    """Whether the file named for a text stands in for it: not where the text was typed and the file was not."""
+    typed, from_file = (origins.get(each) == "command line" for each in (name, name + "_file"))
+    return bool(values[name + "_file"]) and (from_file or not typed)
 
 
 def _read_constraint(values: dict[str, Any], origins: Mapping[str, str]) -> None:

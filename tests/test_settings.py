@@ -33,12 +33,12 @@ BAD = {
 }  # fmt: skip
 FILES = (
     "api_key_file", "chat_template_file", "chat_template", "api_prefix", "ssl_key_file", "ssl_cert_file",
-    "grammar_file", "json_schema", "json_schema_file", "slot_save_path",
+    "grammar_file", "json_schema", "json_schema_file", "slot_save_path", "ui_config_file",
 )  # fmt: skip
 # Acted on by the parser itself, or by sources.py, which runs before there are settings for it.
 READ_ELSEWHERE = {
     "help", "version", "api_key_file", "chat_template_file", "cache_reuse", "escape", "cache_dir",
-    "grammar_file", "json_schema_file",
+    "grammar_file", "json_schema_file", "ui_config_file",
 }  # fmt: skip
 ACCEPTED = [r for r in TABLE if r.effect in ("works", "accepted")]
 ROWS = [r for r in ACCEPTED if r.name not in FILES]
@@ -378,6 +378,20 @@ def test_the_form_of_all_replies_is_typed_or_in_a_file(tmp_path):
 def test_a_form_that_cannot_be_read_or_is_given_twice_is_refused_by_name(words, error):
     with pytest.raises(ConfigError, match=f"^{error}"):
         parse(words, {})
+
+
+def test_settings_of_the_page_are_a_json_object_typed_or_in_a_file(tmp_path):
+    file = tmp_path / "page.json"
+    file.write_text('{"a": 1}')
+    assert parse(["--webui-config", '{"b": 2}'], {}).ui_config == {"b": 2}
+    assert parse(["--ui-config-file", str(file)], {"LLAMA_ARG_UI_CONFIG": '{"b": 2}'}).ui_config == {"a": 1}
+    assert parse(["--ui-config", '{"b": 2}'], {"LLAMA_ARG_UI_CONFIG_FILE": str(file)}).ui_config == {"b": 2}
+    for text in ("[]", "{", "1"):
+        with pytest.raises(ConfigError, match="^--ui-config: "):
+            parse(["--ui-config", text], {})
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="^LLAMA_ARG_UI_CONFIG_FILE: "):
+            parse([], {"LLAMA_ARG_UI_CONFIG_FILE": str(file)})
 
 
 def test_saved_slots_need_a_folder_that_exists(tmp_path):

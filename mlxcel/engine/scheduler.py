@@ -180,7 +180,8 @@ class Scheduler:
         room = self.bounds.n_ctx - n
         max_tokens = room if generation.max_tokens is None else min(generation.max_tokens, room)
         self._next_id += 1
-        text = TextStream(self._tokenizer.decode, generation.stop, generation.least_indent)
+        decode = self._tokenizer.decode_special if generation.special else self._tokenizer.decode
+        text = TextStream(decode, generation.stop, generation.least_indent)
         sequence = Sequence(self._next_id, generation, text, max_tokens, self._clock())
         self._waiting.append(sequence)
         self.totals.submitted += 1
@@ -447,6 +448,8 @@ class Scheduler:
         sequence.tokens.append(token)
         generation = sequence.generation
         if token in self._tokenizer.eos_ids and (generation.grammar or not generation.ignore_eos):
+            if generation.special:
+                sequence.say(sequence.text.push(token), token, logprob)
             self._finish(sequence, "eos", now)
             return
         text = sequence.text.push(token)
