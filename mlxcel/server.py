@@ -167,6 +167,7 @@ def _find(settings: Settings) -> Path:
         demo=settings.demo,
         offline=settings.offline,
         hf_token=settings.hf_token,
+        hf_file=settings.hf_file,
     )
 
 

@@ -13,7 +13,7 @@ from mlxcel.server import AUTOMATIC_SLOTS
 from mlxcel.settings import parse
 from mlxcel.settings_table import TABLE
 from mlxcel.settings_values import FALSE, OWN_FALSE, OWN_TRUE, TRUE
-from mlxcel.usage import asked_for, help_text, version_text
+from mlxcel.usage import asked_for, help_text
 
 PACKAGE = Path(__file__).parent.parent / "mlxcel"
 
@@ -37,8 +37,8 @@ FILES = (
 )  # fmt: skip
 # Acted on by the parser itself, or by sources.py, which runs before there are settings for it.
 READ_ELSEWHERE = {
-    "help", "version", "api_key_file", "chat_template_file", "cache_reuse", "escape", "cache_dir",
-    "grammar_file", "json_schema_file", "ui_config_file",
+    "help", "version", "cache_list", "list_devices", "completion_bash", "api_key_file", "chat_template_file",
+    "cache_reuse", "escape", "cache_dir", "hub_cache", "grammar_file", "json_schema_file", "ui_config_file",
 }  # fmt: skip
 ACCEPTED = [r for r in TABLE if r.effect in ("works", "accepted")]
 ROWS = [r for r in ACCEPTED if r.name not in FILES]
@@ -516,8 +516,8 @@ def test_the_help_says_how_many_slots_automatic_is():
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--usage"])
 def test_help_is_given_whatever_else_is_wrong(flag):
-    assert asked_for(["--port", "x", flag]) == help_text()
-    assert asked_for(["--version"]) == version_text() and asked_for(["--port", "1"]) == ""
+    assert asked_for(["--port", "x", flag]) == "help"
+    assert asked_for(["--version", "--help"]) == "version" and asked_for(["--port", "1"]) is None
 
 
 @given(words=st.lists(st.text(max_size=8) | st.sampled_from([f for r in TABLE for f in r.flags]), max_size=6))

@@ -335,7 +335,9 @@ class Scheduler:
     def _is_coming(self, sequence: Sequence) -> bool:
         """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored. Without continuous
         batching whoever waited for that would miss the batch."""
-        return self.bounds.continuous and any(self.reuse.lends(other, sequence) > other.num_stored for other in self._prefilling)
+        return self.bounds.continuous and any(
+            self.reuse.lends(other, sequence) > other.num_stored for other in self._prefilling
+        )
 
     # --- planning
 
