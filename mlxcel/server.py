@@ -225,6 +225,7 @@ def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
         latency=settings.prefill_latency_ms / 1000,
         rope_boundary=model.rope_boundary,
         continuous=settings.cont_batching,
+        similarity=settings.slot_prompt_similarity,
     )
 
 

@@ -347,8 +347,9 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         _works("checkpoint_min_step", "int", "-cms --checkpoint-min-step", "LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT",
                None, "keep older snapshots of a conversation too, so many tokens apart, for turns that are edited or "
                "asked again; 0 keeps one of every turn", "TOKENS", low=0, shown="a newer one replaces the older"),
-        _accepted("slot_prompt_similarity", "float", "-sps --slot-prompt-similarity", "", 0.1,
-                  "how alike a slot's prompt must be to be chosen", low=0, high=1),
+        _works("slot_prompt_similarity", "float", "-sps --slot-prompt-similarity", "", 0.1,
+               "the share of a prompt that a free slot must have computed last for the request to run there; 0 always "
+               "takes the slot that has been idle longest. What is reused does not depend on it", low=0, high=1),
         _accepted("cache_type_k", "choice", "-ctk --cache-type-k", "LLAMA_ARG_CACHE_TYPE_K", "f16",
                   "type of the K cache", "TYPE", choices=KV_TYPES),
         _accepted("cache_type_v", "choice", "-ctv --cache-type-v", "LLAMA_ARG_CACHE_TYPE_V", "f16",

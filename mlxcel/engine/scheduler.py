@@ -62,7 +62,7 @@ class StepEngine(Protocol):
 class Bounds:
     """`n_ctx` tokens a sequence may have in all; `chunk` tokens of prefill a step; `latency` in seconds;
     `rope_boundary` tokens where a LongRoPE model changes its table (None: it never does); `continuous` False lets a
-    sequence join only while none is running."""
+    sequence join only while none is running; `similarity` as in `Slots`."""
 
     num_slots: int
     n_ctx: int
@@ -71,6 +71,7 @@ class Bounds:
     latency: float
     rope_boundary: int | None = None
     continuous: bool = True
+    similarity: float = 0.1
 
     def rope_regime(self, num_tokens: int) -> int | None:
         """The key's tag for KV of a sequence of this length."""
@@ -126,7 +127,7 @@ class Scheduler:
         self.reuse = reuse
         self._warmups = warmups
         self._warming: Sequence | None = None
-        self.slots = Slots(bounds.num_slots)
+        self.slots = Slots(bounds.num_slots, bounds.similarity)
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
@@ -321,7 +322,7 @@ class Scheduler:
         for sequence in list(self._waiting):
             if self.num_active >= self.bounds.num_slots:
                 return
-            slot = self.slots.choose(sequence.generation.slot)
+            slot = self.slots.choose(sequence.generation)
             if slot is None or self._is_coming(sequence):
                 continue
             self._waiting.remove(sequence)
