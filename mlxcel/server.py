@@ -25,6 +25,7 @@ from aiohttp import web
 from mlxcel import __version__
 from mlxcel.api.app import build_app, start_site
 from mlxcel.api.listen import urls
+from mlxcel.api.promptlog import make_folder
 from mlxcel.api.services import Live, Services
 from mlxcel.cache.limits import Limits, SnapshotLimits, choose_limits, choose_snapshot_limits
 from mlxcel.cache.snapshots import SnapshotStore
@@ -69,6 +70,7 @@ async def _serve(settings: Settings) -> int:
         log.info("accepted without effect here: %s", ", ".join(idle))
     if settings.sleep_idle_seconds == 0:
         raise ConfigError("--sleep-idle-seconds: 0 would never be awake; -1 never sleeps")
+    make_folder(settings)
     check_named(path=settings.model, hf_repo=settings.hf_repo, demo=settings.demo)
     stop = _catch_signals()
     enabled = settings.prompt_cache_enabled

@@ -3,8 +3,8 @@
 It owns the parsing rules (llama-server's, of which its unit and environment files make use): underscores in long
 flags are dashes, the last of a repeated flag wins, the command line beats the environment, LLAMA_ARG_NO_X switches
 a pair off by its mere presence, API keys add up, and so do the texts of flags that take one each. Below the
-environment come llama.cpp's configuration files. It does not know what any setting does. Invariant: a value that leaves here has its row's type and range; anything else is a
-ConfigError that names the flag or the variable.
+environment come llama.cpp's configuration files. It does not know what any setting does. Invariant: a value that leaves
+here has its row's type and range; anything else is a ConfigError that names the flag or the variable.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _source(name: str, origins: Mapping[str, str]) -> str:
 
 
 def _read_files(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Keys, templates and the page's settings that live in files. Raises ConfigError when one cannot be read or holds nothing."""
+    """Keys, templates and the page's settings in files. Raises ConfigError when one cannot be read or holds nothing."""
     if values["api_key_file"]:
         lines = [line.strip() for line in _read("api_key_file", values, origins).splitlines()]
         keys = tuple(line for line in lines if line and not line.startswith("#"))

@@ -22,7 +22,7 @@ LAYERS = [
         "metrics",
         "sources",
         "usage",
-    ],  # fmt: skip
+    ],
     ["cache"],
     ["prompt", "text"],
     ["engine"],
