@@ -70,6 +70,11 @@ TAIL = r""".SH FILES
 The demo model.
 .B MLXCEL_CACHE_DIR
 moves it.
+.TP
+.IR /etc/llama.cpp/config.ini ", " ~/.config/llama.cpp/config.ini
+Options as key = value lines, as llama.cpp's programs read them; below the environment.
+.B XDG_CONFIG_HOME
+moves the second one.
 .SH EXIT STATUS
 .TP
 .B 0

@@ -7,19 +7,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mlxcel import logs, usage
+from mlxcel import logs, sources, usage
 from mlxcel.errors import ConfigError, StartError
 from mlxcel.settings import parse
+from mlxcel.settings_files import config_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server. Returns 0 after a clean stop, 1 when it cannot serve, 2 for a bad flag or variable."""
     words = sys.argv[1:] if argv is None else list(argv)
     if asked := usage.asked_for(words):
-        print(asked)
+        print(_text(asked))
         return 0
     try:
-        settings = parse(words, os.environ)
+        settings = parse(words, os.environ, config_files(os.environ))
         logs.set_up(settings)
         for note in settings.notes:
             logging.getLogger("mlxcel.settings").warning("%s", note)
@@ -31,6 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, StartError) as error:
         print(f"mlxcel-server: error: {logs.one_line(str(error))}", file=sys.stderr)
         return error.exit_code
+
+
+def _text(option: str) -> str:
+    """What is printed instead of serving."""
+    if option == "list_devices":
+        from mlxcel.engine.devices import device_list
+
+        return device_list()
+    texts = {
+        "help": usage.help_text,
+        "version": usage.version_text,
+        "completion_bash": usage.completion_text,
+        "cache_list": sources.cache_list,
+    }
+    return texts[option]()
 
 
 if __name__ == "__main__":

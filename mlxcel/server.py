@@ -25,6 +25,7 @@ from aiohttp import web
 from mlxcel import __version__
 from mlxcel.api.app import build_app, start_site
 from mlxcel.api.listen import urls
+from mlxcel.api.promptlog import make_folder
 from mlxcel.api.services import Live, Services
 from mlxcel.cache.limits import Limits, SnapshotLimits, choose_limits, choose_snapshot_limits
 from mlxcel.cache.snapshots import SnapshotStore
@@ -69,6 +70,7 @@ async def _serve(settings: Settings) -> int:
         log.info("accepted without effect here: %s", ", ".join(idle))
     if settings.sleep_idle_seconds == 0:
         raise ConfigError("--sleep-idle-seconds: 0 would never be awake; -1 never sleeps")
+    make_folder(settings)
     check_named(path=settings.model, hf_repo=settings.hf_repo, demo=settings.demo)
     stop = _catch_signals()
     enabled = settings.prompt_cache_enabled
@@ -167,6 +169,7 @@ def _find(settings: Settings) -> Path:
         demo=settings.demo,
         offline=settings.offline,
         hf_token=settings.hf_token,
+        hf_file=settings.hf_file,
     )
 
 
@@ -223,6 +226,8 @@ def choose_bounds(settings: Settings, model: LoadedModel) -> Bounds:
         chunk=chunk if model.proven.splits else n_ctx,
         latency=settings.prefill_latency_ms / 1000,
         rope_boundary=model.rope_boundary,
+        continuous=settings.cont_batching,
+        similarity=settings.slot_prompt_similarity,
     )
 
 

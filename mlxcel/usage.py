@@ -1,4 +1,4 @@
-"""What `--help` prints, made from the settings table."""
+"""What `--help`, `--version` and `--completion-bash` print, made from the settings table."""
 
 from __future__ import annotations
 
@@ -38,13 +38,29 @@ def version_text() -> str:
     return f"mlxcel-server {__version__}"
 
 
-def asked_for(words: Sequence[str]) -> str:
-    """The text that the command line asks for instead of a server, or nothing. Bad settings do not stand in its way."""
+COMPLETION = """\
+_mlxcel_server() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    case ${{COMP_WORDS[COMP_CWORD-1]}} in
+        {paths}) COMPREPLY=($(compgen -f -- "$word")) ;;
+        *) COMPREPLY=($(compgen -W "{flags}" -- "$word")) ;;
+    esac
+}}
+complete -o filenames -F _mlxcel_server mlxcel-server"""
+
+
+def completion_text() -> str:
+    """A script for bash: the options, and file names after those that take one."""
+    rows = [row for row in TABLE if row.effect in ("works", "accepted")]
+    paths = [flag for row in rows if row.metavar in ("PATH", "FILE", "DIR") for flag in row.flags]
+    flags = [flag for row in rows for flag in (*row.flags, *row.negative)]
+    return COMPLETION.format(paths="|".join(paths), flags=" ".join(flags))
+
+
+def asked_for(words: Sequence[str]) -> str | None:
+    """The name of the first option that asks for a text instead of a server. Bad settings do not stand in its way."""
     flags = {flag: row.name for row in TABLE if row.kind == "action" for flag in row.flags}
-    asked = [flags[word] for word in words if word in flags]
-    if not asked:
-        return ""
-    return version_text() if asked[0] == "version" else help_text()
+    return next((flags[word] for word in words if word in flags), None)
 
 
 def spelled(row: Setting) -> str:

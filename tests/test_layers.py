@@ -12,7 +12,17 @@ PACKAGE = ROOT / "mlxcel"
 
 # In the order of dependence: each may import what stands before it, and itself.
 LAYERS = [
-    ["errors", "settings", "settings_table", "settings_values", "logs", "metrics", "sources", "usage"],
+    [
+        "errors",
+        "settings",
+        "settings_files",
+        "settings_table",
+        "settings_values",
+        "logs",
+        "metrics",
+        "sources",
+        "usage",
+    ],
     ["cache"],
     ["prompt", "text"],
     ["engine"],

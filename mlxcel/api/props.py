@@ -42,7 +42,7 @@ async def show(request: web.Request) -> web.Response:
             "endpoint_props": settings.props,
             "endpoint_metrics": settings.metrics,
             "ui": settings.ui,
-            "ui_settings": {},
+            "ui_settings": settings.ui_config,
             "chat_template": live.template.source if live.template else "",
             "chat_template_caps": capabilities(live.template) if live.template else {},
             "bos_token": tokenizer.bos_text or "",

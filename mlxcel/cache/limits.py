@@ -45,13 +45,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLimits:
-    """Bounds of the snapshot store; units as in `Limits`."""
+    """Bounds of the snapshot store; units as in `Limits`. A named session holds `per_session` at most; `min_step`
+    tokens on, a boundary is kept beside the one before it (None: the newest replaces all it extends)."""
 
     enabled: bool = True
     capacity_bytes: int = SNAPSHOT_MINIMUM
     max_entries: int = 4096
     ttl: float = 7200.0
     min_prefix: int = 32
+    per_session: int = 32
+    min_step: int | None = None
+
+    @property
+    def room(self) -> int:
+        """0 where nothing may be stored."""
+        return min(self.capacity_bytes, self.max_entries, self.per_session)
 
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:
@@ -111,6 +119,8 @@ def choose_snapshot_limits(
         max_entries=settings.prompt_cache_snapshot_max_entries,
         ttl=settings.prompt_cache_snapshot_ttl,
         min_prefix=settings.prompt_cache_min_prefix,
+        per_session=settings.ctx_checkpoints,
+        min_step=settings.checkpoint_min_step,
     )
 
 

@@ -5,8 +5,8 @@ says of being cut shorter (`refusal`). It belongs to one bucket and one session 
 lookup takes the longest snapshot that the prompt extends; one that the prompt leaves midway may lend its common part
 if its payload can be cut there. A lent payload is copied by whoever restores it and never written. The snapshots of
 a session form a chain per origin (boundary, completion): a newer one removes the shorter ones it extends, before its
-bytes are counted, so that a conversation holds two of them however long it grows. Anonymous callers share one
-session and therefore supersede nothing.
+bytes are counted, so that a conversation holds two of them however long it grows; with `min_step` boundaries that far
+apart are kept, for conversations that go back. Anonymous callers share one session and therefore supersede nothing.
 
 Like the store of KV it is plain synchronous code: no locks, no clock, no MLX. Every lookup ends in a hit or in one
 named reason, every refused capture is counted by its reason.
@@ -112,7 +112,7 @@ class SnapshotStore:
 
     @property
     def enabled(self) -> bool:
-        return self.limits.enabled and self.limits.capacity_bytes > 0 and self.limits.max_entries > 0
+        return self.limits.enabled and self.limits.room > 0
 
     @property
     def num_entries(self) -> int:
@@ -228,12 +228,13 @@ class SnapshotStore:
         self._all[snapshot] = None
         self.nbytes += snapshot.nbytes
         self.totals.inserts += 1
+        self._make_room_in_session(snapshot)
         self._make_room(snapshot)
         return snapshot if snapshot in self._all else None
 
     def _extend(self, new: Snapshot) -> bool:
         """Remove what `new` stands in for; False when the session has a longer one of its chain already."""
-        named = new.context.session_key not in (None, ANONYMOUS)
+        named = _is_named(new.context)
         for old in list(self._own(new.context)):
             common = common_prefix(old.tokens, new.tokens)
             if common == old.num_tokens == new.num_tokens:
@@ -242,9 +243,17 @@ class SnapshotStore:
             elif named and old.origin == new.origin and common == new.num_tokens:
                 return False
             elif named and old.origin == new.origin and common == old.num_tokens and not old.pinned:
-                self._supersede(old)
                 self._abandon(old, new)
+                if not self._is_a_step(old):
+                    self._supersede(old)
         return True
+
+    def _is_a_step(self, old: Snapshot) -> bool:
+        """Whether a superseded boundary stays: far enough from the one that the conversation would go back to else."""
+        if self.limits.min_step is None or old.origin != "boundary":
+            return False
+        before = [s.num_tokens for s in self._own(old.context) if s.origin == "boundary" and _extends(old, s)]
+        return old.num_tokens - max(before, default=0) >= self.limits.min_step
 
     def _supersede(self, old: Snapshot) -> None:
         self.totals.supersedes += 1
@@ -256,9 +265,8 @@ class SnapshotStore:
         if boundary.origin != "boundary":
             return
         for other in list(self._own(new.context)):
-            branches = common_prefix(other.tokens, boundary.tokens) == boundary.num_tokens
             goes_on = common_prefix(other.tokens, new.tokens) == other.num_tokens
-            if other.origin == "completion" and branches and not goes_on and not other.pinned:
+            if other.origin == "completion" and _extends(other, boundary) and not goes_on and not other.pinned:
                 self._supersede(other)
 
     def _fits(self, nbytes: int) -> bool:
@@ -302,6 +310,14 @@ class SnapshotStore:
             self.totals.evictions["ttl"] += 1
             self._drop(snapshot)
         return expired
+
+    def _make_room_in_session(self, newest: Snapshot) -> None:
+        """What a session has beyond its share counts as superseded by its newest."""
+        own = self._own(newest.context)
+        excess = max(len(own) - self.limits.per_session, 0) if _is_named(newest.context) else 0
+        others = (s for s in own if s is not newest and not s.pinned)
+        for victim in sorted(others, key=lambda s: s.lru_order)[:excess]:
+            self._supersede(victim)
 
     def _make_room(self, newest: Snapshot) -> None:
         while self.num_entries > self.limits.max_entries or self.nbytes > self.limits.capacity_bytes:
@@ -373,3 +389,12 @@ class SnapshotStore:
             "snapshot_misses": {reason.value: n for reason, n in totals.misses.items()},
             "snapshot_refusals": dict(totals.refusals),
         }
+
+
+def _is_named(context: CacheContext) -> bool:
+    return context.session_key not in (None, ANONYMOUS)
+
+
+def _extends(longer: Snapshot, shorter: Snapshot) -> bool:
+    """Whether `longer` begins with all tokens of `shorter`, another snapshot."""
+    return longer is not shorter and common_prefix(longer.tokens, shorter.tokens) == shorter.num_tokens

@@ -61,7 +61,8 @@ class StepEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """`n_ctx` tokens a sequence may have in all; `chunk` tokens of prefill a step; `latency` in seconds;
-    `rope_boundary` tokens where a LongRoPE model changes its table (None: it never does)."""
+    `rope_boundary` tokens where a LongRoPE model changes its table (None: it never does); `continuous` False lets a
+    sequence join only while none is running; `similarity` as in `Slots`."""
 
     num_slots: int
     n_ctx: int
@@ -69,6 +70,8 @@ class Bounds:
     chunk: int
     latency: float
     rope_boundary: int | None = None
+    continuous: bool = True
+    similarity: float = 0.1
 
     def rope_regime(self, num_tokens: int) -> int | None:
         """The key's tag for KV of a sequence of this length."""
@@ -124,7 +127,7 @@ class Scheduler:
         self.reuse = reuse
         self._warmups = warmups
         self._warming: Sequence | None = None
-        self.slots = Slots(bounds.num_slots)
+        self.slots = Slots(bounds.num_slots, bounds.similarity)
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
@@ -178,7 +181,8 @@ class Scheduler:
         room = self.bounds.n_ctx - n
         max_tokens = room if generation.max_tokens is None else min(generation.max_tokens, room)
         self._next_id += 1
-        text = TextStream(self._tokenizer.decode, generation.stop, generation.least_indent)
+        decode = self._tokenizer.decode_special if generation.special else self._tokenizer.decode
+        text = TextStream(decode, generation.stop, generation.least_indent)
         sequence = Sequence(self._next_id, generation, text, max_tokens, self._clock())
         self._waiting.append(sequence)
         self.totals.submitted += 1
@@ -313,10 +317,12 @@ class Scheduler:
     # --- admission
 
     def _admit(self) -> None:
+        if self._running and not self.bounds.continuous:
+            return
         for sequence in list(self._waiting):
             if self.num_active >= self.bounds.num_slots:
                 return
-            slot = self.slots.choose(sequence.generation.slot)
+            slot = self.slots.choose(sequence.generation)
             if slot is None or self._is_coming(sequence):
                 continue
             self._waiting.remove(sequence)
@@ -328,8 +334,11 @@ class Scheduler:
             self._prefilling.append(sequence)
 
     def _is_coming(self, sequence: Sequence) -> bool:
-        """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored."""
-        return any(self.reuse.lends(other, sequence) > other.num_stored for other in self._prefilling)
+        """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored. Without continuous
+        batching whoever waited for that would miss the batch."""
+        return self.bounds.continuous and any(
+            self.reuse.lends(other, sequence) > other.num_stored for other in self._prefilling
+        )
 
     # --- planning
 
@@ -442,6 +451,8 @@ class Scheduler:
         sequence.tokens.append(token)
         generation = sequence.generation
         if token in self._tokenizer.eos_ids and (generation.grammar or not generation.ignore_eos):
+            if generation.special:
+                sequence.say(sequence.text.push(token), token, logprob)
             self._finish(sequence, "eos", now)
             return
         text = sequence.text.push(token)

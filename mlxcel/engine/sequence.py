@@ -115,7 +115,8 @@ class Generation:
     `boundary` is how many prompt tokens are history that the next turn will begin with; only models that are stored as
     snapshots need it. With a `grammar` and `ignore_eos` it ends where the grammar is complete and nothing else may
     follow. It also ends before a line that is indented by less than `least_indent`, and with the first line that is
-    complete `max_ms` (0: never) after the first token.
+    complete `max_ms` (0: never) after the first token. `special` writes special tokens out in its text, the one that
+    ends it too.
     """
 
     prompt: array[int]
@@ -131,6 +132,7 @@ class Generation:
     slot: int | None = None
     least_indent: int = 0
     max_ms: int = 0
+    special: bool = False
 
 
 @dataclass(frozen=True, slots=True)

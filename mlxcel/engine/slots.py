@@ -2,7 +2,8 @@
 
 A slot holds no KV here: what a sequence leaves behind is in the store, where any slot finds it. So a slot only gives
 a running sequence its number, and remembers the last one so that its state can be saved, restored or erased by that
-number. It does not know the queue.
+number. A conversation stays in its slot while that is free. It does not know the queue. Invariant: which slot is chosen
+tells nobody anything of a prompt of another bucket.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mlxcel.cache.radix import common_prefix
+
 if TYPE_CHECKING:
     from mlxcel.cache.key import CacheContext
-    from mlxcel.engine.sequence import Sequence
+    from mlxcel.engine.sequence import Generation, Sequence
 
 
 @dataclass(slots=True)
@@ -46,8 +49,11 @@ class Slot:
 
 
 class Slots:
-    def __init__(self, num: int) -> None:
+    """`similarity` is the share of a prompt that a slot must begin with to be chosen for that; 0 never chooses so."""
+
+    def __init__(self, num: int, similarity: float = 0.1) -> None:
         self.all = [Slot(i) for i in range(num)]
+        self._similarity = similarity
         self._releases = 0
 
     def __getitem__(self, id: int) -> Slot:
@@ -60,11 +66,23 @@ class Slots:
             if not slot.busy:
                 slot.clear()
 
-    def choose(self, wanted: int | None) -> Slot | None:
-        """The wanted slot if it is free, else the free one that has been idle longest; None when there is none."""
-        if wanted is not None:
-            return None if self[wanted].busy else self[wanted]
-        return min((slot for slot in self.all if not slot.busy), key=lambda slot: slot.released, default=None)
+    def choose(self, generation: Generation) -> Slot | None:
+        """The wanted slot if it is free. Else of those that are free the one whose content the prompt goes on from, or
+        the one that has been idle longest; None when there is none."""
+        if generation.slot is not None:
+            return None if self[generation.slot].busy else self[generation.slot]
+        idle = (slot for slot in self.all if not slot.busy)
+        return max(idle, key=lambda slot: (self._likeness(slot, generation), -slot.released), default=None)
+
+    def _likeness(self, slot: Slot, generation: Generation) -> float:
+        """The share of the prompt that the slot begins with; 0 if it is too small, or of another bucket."""
+        if not self._similarity or generation.cache is None:
+            return 0.0
+        context, tokens = slot.content
+        if context is None or context.bucket != generation.cache.bucket:
+            return 0.0
+        share = common_prefix(tokens, generation.prompt) / len(generation.prompt)
+        return share if share > self._similarity else 0.0
 
     def take(self, slot: Slot, sequence: Sequence) -> None:
         slot.sequence, slot.busy, slot.restored = sequence, True, None

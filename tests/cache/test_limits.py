@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxcel.cache.limits import UNLIMITED, choose_limits, is_recurrent
+from mlxcel.cache.limits import UNLIMITED, choose_limits, choose_snapshot_limits, is_recurrent
 from mlxcel.settings import parse
 
 GIB = 1 << 30
@@ -67,3 +67,12 @@ def test_every_row_of_the_guide_reaches_the_limits():
     )  # fmt: skip
     assert (chosen.max_entries, chosen.ttl, chosen.min_prefix) == (7, 8, 9)
     assert (chosen.num_blocks, chosen.hash, chosen.enabled) == (10, "blake3", False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [([], (32, None)), (["--swa-checkpoints", "4", "-cms", "256"], (4, 256)), (["-ctxcp", "0", "-cms", "0"], (0, 0))],
+)
+def test_llama_servers_checkpoints_are_the_snapshots_of_a_session(argv, expected):
+    found = choose_snapshot_limits(parse(argv, {}), 1000, 0, None, 4096)
+    assert (found.per_session, found.min_step) == expected and bool(found.room) is bool(expected[0])

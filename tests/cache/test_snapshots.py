@@ -140,6 +140,33 @@ def test_a_completion_that_it_did_go_on_from_stays_until_the_next_one():
     assert sorted(s.num_tokens for s in store) == [6, 8]
 
 
+def test_boundaries_a_step_apart_are_kept_for_turns_that_are_edited():
+    texts = ["abcd", "abcdefgh", "abcdefghij", "abcdefghijkl"]
+    lent = {None: None, 0: 8, 4: 8, 8: 8, 9: None}
+    for step, length in lent.items():
+        store = filled(*texts, limits=replace(LIMITS, min_step=step))
+        found = store.lookup(CONTEXT, tokens("abcdefghXYZ"), 1.0)
+        assert (found.length if isinstance(found, Lent) else None) == length, step
+        assert length_of(store.lookup(CONTEXT, tokens("abcdefghijklm"), 1.0)) == 12
+    kept = {s.num_tokens for s in filled(*texts, limits=replace(LIMITS, min_step=4))}
+    assert kept == {4, 8, 12}
+
+
+def test_completions_are_replaced_whatever_the_step():
+    store = filled("abcd", "abcdefgh", origin="completion", limits=replace(LIMITS, min_step=0))
+    assert [s.num_tokens for s in store] == [8]
+
+
+def test_a_named_session_holds_so_many_and_drops_what_it_used_least():
+    limits = replace(LIMITS, per_session=2)
+    store = filled("abcd1", "abcd2", limits=limits)
+    store.lookup(CONTEXT, tokens("abcd1x"), 1.0)
+    store.insert(CONTEXT, tokens("abcd3"), WHOLE_ONLY, "boundary", 2.0)
+    assert sorted(bytes(s.tokens)[::4] for s in store) == [b"abcd1", b"abcd3"] and store.totals.supersedes == 1
+    others = filled("abcd1", "abcd2", "abcd3", context=replace(CONTEXT, session_key=ANONYMOUS), limits=limits)
+    assert others.num_entries == 3, "callers without a name are not one session"
+
+
 def test_forks_other_sessions_and_other_salts_supersede_nothing():
     store = filled("abcdef", "abcdXY")
     for context in (replace(CONTEXT, session_key="t"), replace(CONTEXT, salt="x")):
@@ -209,7 +236,7 @@ def test_a_pin_holds_against_lru_ttl_and_successors_but_not_for_more_than_half_t
     assert store.sweep(1e9) == [pinned]
 
 
-@pytest.mark.parametrize("limits", [{"enabled": False}, {"capacity_bytes": 0}, {"max_entries": 0}])
+@pytest.mark.parametrize("limits", [{"enabled": False}, {"capacity_bytes": 0}, {"max_entries": 0}, {"per_session": 0}])
 def test_a_store_that_is_off_keeps_and_counts_nothing(limits):
     store = filled("abcdefgh", limits=replace(LIMITS, **limits))
     assert store.lookup(CONTEXT, tokens("abcdefghij"), 1.0) == Miss(MissReason.DISABLED)

@@ -198,6 +198,22 @@ async def test_kv_of_the_two_rope_tables_is_never_mixed():
         assert (await collect(scheduler, asking(run(120)))).cached == 112
 
 
+@pytest.mark.parametrize("continuous", [True, False])
+async def test_without_continuous_batching_a_request_joins_only_while_no_reply_is_running(continuous):
+    engine = saying("", eos=False)
+    async with serving(engine, continuous=continuous) as scheduler:
+        first = scheduler.submit(generation(run(50), max_tokens=50))
+        while not first.tokens:
+            await asyncio.sleep(0)
+        others = [asyncio.create_task(collect(scheduler, generation(run(60, 9)))) for _ in range(3)]
+        await asyncio.gather(*others)
+    began = {s.id: at for at, plan in enumerate(engine.plans) for s in plan.start}
+    left = {r.id: at for at, plan in enumerate(engine.plans) for r in plan.retire}
+    firsts = [at for id, at in began.items() if id != first.id]
+    assert (min(firsts) < left[first.id]) is continuous
+    assert max(firsts) < min(at for id, at in left.items() if id != first.id), "those who waited run together"
+
+
 # --- leaving early
 
 
