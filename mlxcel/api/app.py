@@ -25,16 +25,18 @@ from mlxcel.api import (
     models,
     openai,
     props,
+    resume,
     slots,
     unsupported,
 )
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
 from mlxcel.api.connection import SERVER, Runner
-from mlxcel.api.generate import STREAM, json_response
+from mlxcel.api.generate import json_response
 from mlxcel.api.listen import sites
 from mlxcel.api.page import PATHS as PAGE_PATHS
 from mlxcel.api.page import add_page
 from mlxcel.api.services import SERVICES, Services
+from mlxcel.api.sse import STREAM
 from mlxcel.errors import BodyTooLarge, InvalidRequest, NotFound, ServerError, StartError, Unauthorized, Unavailable
 from mlxcel.settings import Settings
 
@@ -62,6 +64,9 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/infill",), infill.infill),
     ("POST", ("/embedding", "/embeddings"), embeddings.native),
     ("POST", ("/v1/embeddings",), embeddings.openai),
+    ("GET", ("/v1/stream",), resume.resume),
+    ("DELETE", ("/v1/stream",), resume.stop),
+    ("POST", ("/v1/streams/lookup",), resume.lookup),
     ("POST", ("/tokenize",), llama.tokenize),
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),
