@@ -37,7 +37,7 @@ from mlxcel.engine.scheduler import Bounds, Scheduler
 from mlxcel.engine.sequence import Delta, Finished, Generation, Sampling
 from mlxcel.sources import find_model
 
-CUT = 400  # tokens of an answer to a random schema; a small model may like a number's digits for ever
+CUT = 400  # tokens of an answer to a random schema
 
 PERSON = {
     "type": "object",

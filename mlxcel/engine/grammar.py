@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from mlxcel.engine import gbnf
+from mlxcel.engine.digits import UNLIMITED, DigitRoom, leading_digits
 from mlxcel.engine.tokenizer import Tokenizer
 
 Kind = Literal["grammar", "json_schema"]
@@ -58,7 +59,14 @@ class Grammars:
 
     def constrain(self, grammar: Grammar) -> Constraint:
         """A fresh state at the grammar's beginning."""
-        return Constraint(grammar, self._tokenizer)
+        return Constraint(grammar, self._tokenizer, self._leading_digits)
+
+    @cached_property
+    def _leading_digits(self) -> NDArray[np.uint8]:
+        known = range(min(self._tokenizer.num_known, self._tokenizer.vocab_size))
+        counts = np.zeros(self._tokenizer.vocab_size, dtype=np.uint8)
+        counts[known] = [leading_digits(self._tokenizer.piece(token)) for token in known]
+        return counts
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -75,6 +83,7 @@ class Grammars:
         notation = _schema(text) if kind == "json_schema" else _lark(text)
         limits = LLParserLimits(verbose_errors=False)
         matcher = self._with_deep_stack(lambda: LLMatcher(self._vocabulary, notation, log_level=0, limits=limits))
+        _ = self._leading_digits  # a tenth of a second once, here and not in a decode step
         first = matcher.deep_copy()
         first.compute_bitmask()  # some that match nothing say so only here
         if first.is_error():
@@ -147,8 +156,11 @@ def _on_one_line(reason: str) -> str:
 class Constraint:
     """One sequence's place in its grammar."""
 
-    def __init__(self, grammar: Grammar, tokenizer: Tokenizer) -> None:
+    def __init__(self, grammar: Grammar, tokenizer: Tokenizer, leading_digits: NDArray[np.uint8]) -> None:
         self.kind = grammar.kind
+        self._piece = tokenizer.piece
+        self._digits = DigitRoom()
+        self._leading_digits = leading_digits
         self._matcher = grammar.matcher.deep_copy()
         self._width = tokenizer.vocab_size
         self._ends = np.zeros(self._width, dtype=bool)
@@ -167,9 +179,13 @@ class Constraint:
         """
         if self._begun and not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+            self._digits.push(self._piece(token))
         self._begun = True
         if self._matcher.is_stopped():
             return self._ends
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(packed, bitorder="little", count=self._width).view(np.bool_)
+        if self.kind == "json_schema" and self._digits.room < UNLIMITED:
+            shorter = allowed & (self._leading_digits <= self._digits.room)
+            allowed = shorter if shorter.any() else allowed
         return allowed if allowed.any() else self._ends

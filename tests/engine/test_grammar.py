@@ -146,6 +146,27 @@ async def test_a_limit_cuts(model, mlx_thread):
     assert (cut.text, cut.end.stop_type) == ("abc", "limit")
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "number", "minimum": 7, "maximum": 8}, "7." + "7" * 16),
+        ({"type": "integer"}, "7" * 20),
+        ({"type": "string", "pattern": "^[0-9]{30}$"}, '"' + "7" * 30 + '"'),
+        ({"type": "number", "minimum": 1e-19, "maximum": 8e-19}, "0.0000000000000000007"),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}, f"[{'7' * 20}, {'7' * 20}]"),
+    ],
+)
+async def test_a_digit_that_the_model_loves_is_not_written_for_ever(model, mlx_thread, schema, text):
+    seven = model.tokenizer.encode("7", add_special=False)[0]
+    point = model.tokenizer.encode(".", add_special=False)[0]
+    fond = replace(GREEDY, logit_bias=((seven, 1000.0), (point, 500.0)))
+    async with serving(model, mlx_thread) as scheduler:
+        result = await collect(scheduler, following(model, "json_schema", json.dumps(schema), prompt(1, 9), fond))
+    assert result.end.stop_type == "eos"
+    jsonschema.validate(json.loads(result.text), schema)
+    assert result.text == text
+
+
 async def test_ignoring_the_end_goes_on_while_the_grammar_does(model, mlx_thread):
     async with serving(model, mlx_thread) as scheduler:
         asked = [
