@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from mlxcel import __version__
 from mlxcel.api import (
     admin,
     cache,
@@ -26,15 +25,18 @@ from mlxcel.api import (
     models,
     openai,
     props,
+    resume,
     slots,
     unsupported,
 )
 from mlxcel.api.auth import cors_headers, is_authorised, preflight_headers
-from mlxcel.api.generate import STREAM, json_response
+from mlxcel.api.connection import SERVER, Runner
+from mlxcel.api.generate import json_response
 from mlxcel.api.listen import sites
 from mlxcel.api.page import PATHS as PAGE_PATHS
 from mlxcel.api.page import add_page
 from mlxcel.api.services import SERVICES, Services
+from mlxcel.api.sse import STREAM
 from mlxcel.errors import BodyTooLarge, InvalidRequest, NotFound, ServerError, StartError, Unauthorized, Unavailable
 from mlxcel.settings import Settings
 
@@ -62,6 +64,9 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/infill",), infill.infill),
     ("POST", ("/embedding", "/embeddings"), embeddings.native),
     ("POST", ("/v1/embeddings",), embeddings.openai),
+    ("GET", ("/v1/stream",), resume.resume),
+    ("DELETE", ("/v1/stream",), resume.stop),
+    ("POST", ("/v1/streams/lookup",), resume.lookup),
     ("POST", ("/tokenize",), llama.tokenize),
     ("POST", ("/detokenize",), llama.detokenize),
     ("POST", ("/apply-template",), llama.apply_template),
@@ -96,7 +101,7 @@ def build_app(services: Services) -> web.Application:
 
 async def start_site(app: web.Application, settings: Settings) -> web.AppRunner:
     """Listen on all addresses of the settings. Raises StartError when one of them cannot be had."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_TIMEOUT)
+    runner = Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_TIMEOUT)
     await runner.setup()
     try:
         for site in sites(runner, settings):
@@ -109,7 +114,7 @@ async def start_site(app: web.Application, settings: Settings) -> web.AppRunner:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     services = request.app[SERVICES]
-    response.headers["Server"] = f"mlxcel/{__version__}"
+    response.headers["Server"] = SERVER
     response.headers.update(cors_headers(services.settings, request.headers.get("Origin", "")))
 
 

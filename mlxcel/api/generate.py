@@ -1,8 +1,9 @@
 """The one way from generations to an answer, for every dialect, streamed or not.
 
 It submits all sequences of a request or none, folds their events, and whatever happens lets go of them at the end:
-a client that leaves, a write that fails and a healthy end all pass through the same `finally`. It does not know how
-an event looks on the wire (a shape does) nor how a sequence is computed.
+a client that leaves, a write that fails and a healthy end all pass through the same `finally`; a reply that outlives
+its connection is let go of by `streams`. It does not know how an event looks on the wire (a shape does) nor how a
+sequence is computed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
@@ -24,7 +26,8 @@ from mlxcel.api.prepare import next_prefix, off_loop
 from mlxcel.api.promptlog import log_prompts
 from mlxcel.api.responses import Choice, Shape, Timings, sse
 from mlxcel.api.services import SERVICES, Services
-from mlxcel.api.sse import EventStream
+from mlxcel.api.sse import PING, STREAM, EventStream, Send
+from mlxcel.api.streams import conversation_id, follow
 from mlxcel.cache.key import CacheContext
 from mlxcel.engine.sequence import Delta, Event, Failed, Finished, Generation, Progress
 from mlxcel.engine.sequence import Sequence as Running
@@ -33,9 +36,6 @@ from mlxcel.prompt.reply import Plain, ReplyParser
 
 if TYPE_CHECKING:
     from mlxcel.engine.scheduler import Scheduler
-
-STREAM = web.RequestKey("stream", EventStream)
-"""The request's stream, for the middleware: an error after its first byte can only be said in it."""
 
 
 def json_response(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -60,33 +60,47 @@ async def answer(request: web.Request, prepare: Callable[[Services, bytes], Aske
     services = request.app[SERVICES]
     scheduler = services.live.scheduler
     try:
+        conversation = conversation_id(request)
         asked = await off_loop(prepare, services, await request.read())
         sequences = _submit(scheduler, asked.generations)
     except ServerError:
         services.num_refused += 1
         raise
     log_prompts(services, sequences)
-    feed = Feed(sequences)
-    try:
-        return await _tell(request, asked, sequences, feed)
-    finally:
-        feed.close()
+
+    def let_go() -> None:
         for sequence in sequences:
             scheduler.cancel(sequence)
 
+    generate = partial(_generate, services, asked, sequences)
+    timeout = services.settings.timeout
+    if asked.options.stream and conversation:
+        return await follow(request, services.streams.begin(conversation, generate, let_go), timeout)
+    try:
+        if not asked.options.stream:
+            return json_response(asked.shape.body(await generate(None)))
+        stream = request[STREAM] = EventStream(request, timeout)
+        await generate(stream.send)
+        await stream.close()
+        return stream.response
+    finally:
+        let_go()
 
-async def _tell(request: web.Request, asked: Asked, sequences: Sequence[Running], feed: Feed) -> web.StreamResponse:
+
+async def _generate(services: Services, asked: Asked, sequences: Sequence[Running], send: Send | None) -> list[Choice]:
+    """All choices, whole; sent meanwhile, if they are to be."""
     num = asked.options.num_choices
     choices = [Choice(i, i // num, s.num_prompt, asked.parser()) for i, s in enumerate(sequences)]
-    services = request.app[SERVICES]
-    if not asked.options.stream:
-        await _collect(feed, choices)
-        warm_next(services, asked, choices)
-        return json_response(asked.shape.body(choices))
-    stream = request[STREAM] = EventStream(request, services.settings.timeout)
-    await _stream(stream, feed, choices, sequences, asked)
+    feed = Feed(sequences)
+    try:
+        if send is None:
+            await _collect(feed, choices)
+        else:
+            await _stream(send, feed, choices, sequences, asked)
+    finally:
+        feed.close()
     warm_next(services, asked, choices)
-    return stream.response
+    return choices
 
 
 def warm_next(services: Services, asked: Asked, choices: Sequence[Choice]) -> None:
@@ -173,22 +187,19 @@ async def _collect(feed: Feed, choices: list[Choice]) -> None:
             choices[item[0]].add(item[1])
 
 
-async def _stream(
-    stream: EventStream, feed: Feed, choices: list[Choice], sequences: Sequence[Running], asked: Asked
-) -> None:
+async def _stream(send: Send, feed: Feed, choices: list[Choice], sequences: Sequence[Running], asked: Asked) -> None:
     interval = asked.options.ping_interval
     while any(choice.finished is None for choice in choices):
         item = await feed.next(interval if interval > 0 else None)
         if item is None:
-            await stream.ping()
+            await send(PING)
             continue
         index, event = item
         choices[index].add(event)
         timings = _live_timings(sequences[index], choices[index], event, asked.options)
         if chunks := asked.shape.chunks(choices[index], event, timings):
-            await stream.send(b"".join(map(sse, chunks)))
-    await stream.send(asked.shape.tail(choices))
-    await stream.close()
+            await send(b"".join(map(sse, chunks)))
+    await send(asked.shape.tail(choices))
 
 
 def _live_timings(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from mlxcel.api.streams import Streams
 from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
 from mlxcel.engine.recent import Recent
@@ -48,6 +49,7 @@ class Services:
     num_refused: int = 0
     num_compiling: int = 0
     loaded: Live | None = None
+    streams: Streams = field(default_factory=Streams)
     background: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
