@@ -30,10 +30,11 @@ from mlxcel.cache.limits import Limits
 from mlxcel.cache.store import Store
 from mlxcel.engine import cpu
 from mlxcel.engine.batch import Engine
+from mlxcel.engine.bounds import Bounds
 from mlxcel.engine.grammar import Grammar
 from mlxcel.engine.model import LoadedModel, load_model
 from mlxcel.engine.reuse import KVReuse, Trace
-from mlxcel.engine.scheduler import Bounds, Scheduler
+from mlxcel.engine.scheduler import Scheduler
 from mlxcel.engine.sequence import Delta, Finished, Generation, Sampling
 from mlxcel.sources import find_model
 

@@ -14,7 +14,8 @@ from mlxcel.settings_files import config_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server. Returns 0 after a clean stop, 1 when it cannot serve, 2 for a bad flag or variable."""
+    """Run the server, which ends the process: with 0 after a clean stop. Returns 0 when only help or the version was
+    asked for, 1 when it cannot serve, 2 for a bad flag or variable."""
     words = sys.argv[1:] if argv is None else list(argv)
     if asked := usage.asked_for(words):
         print(_text(asked))
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from mlxcel.server import serve
 
-        return serve(settings)
+        serve(settings)
     except (ConfigError, StartError) as error:
         print(f"mlxcel-server: error: {logs.one_line(str(error))}", file=sys.stderr)
         return error.exit_code

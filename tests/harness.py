@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from mlxcel.cache.key import CacheContext
 from mlxcel.cache.limits import Limits
 from mlxcel.cache.store import Store
+from mlxcel.engine.bounds import Bounds
+from mlxcel.engine.plan import StepEngine
 from mlxcel.engine.reuse import KVReuse, Reuse, Trace
-from mlxcel.engine.scheduler import Bounds, Scheduler, StepEngine
+from mlxcel.engine.scheduler import Scheduler
 from mlxcel.engine.sequence import Delta, Failed, Finished, Generation, Progress, Sampling, TokenLogprob
 from mlxcel.engine.tokenizer import Tokenizer
 from mlxcel.engine.warmup import Warmups

@@ -2,7 +2,7 @@
 
 Its KV is the list of tokens it has been fed (tests/segments.py), so every adoption is checked against the prompt:
 a wrong prefix fails the step. `say` maps the text of a prompt's end to the tokens to generate; hooks let a test
-hold a step back (`gate`) or make it raise (`faults`).
+hold a step back (`gate`), make every step fail (`faults`), or only those that prefill a certain token (`poison`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable
 
-from mlxcel.engine.batch import Outcome, Plan, Prefill
+from mlxcel.engine.plan import Outcome, Plan, Prefill
 from mlxcel.engine.sequence import TokenLogprob
 from tests.segments import TokenSegment, joined
 
@@ -25,6 +25,7 @@ class ScriptedEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.faults: dict[str, Exception] = {}
+        self.poison: int | None = None
         self.plans: list[Plan] = []
         self.num_prefilled = 0
         self._kv: dict[int, array] = {}
@@ -55,7 +56,10 @@ class ScriptedEngine:
         return outcome
 
     def _prefill(self, prefill: Prefill, outcome: Outcome) -> None:
-        if error := self.faults.get("prefill"):
+        error = self.faults.get("prefill")
+        if self.poison in prefill.tokens:
+            error = RuntimeError("poisoned")
+        if error:
             outcome.failed[prefill.id] = error
             self._kv.pop(prefill.id, None)
             return

@@ -27,6 +27,7 @@ LAYERS = [
     ["prompt", "text"],
     ["engine"],
     ["api"],
+    ["loading"],
     ["server", "__main__", "__init__"],
 ]
 LIBRARIES = {

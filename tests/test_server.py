@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -18,8 +18,10 @@ import aiohttp
 import pytest
 
 from mlxcel.api.app import build_app, start_site
-from mlxcel.engine.scheduler import MAX_FAILED_STEPS
-from mlxcel.server import Parts, _run, choose_bounds
+from mlxcel.api.prepare import MAX_COMPILING
+from mlxcel.engine.health import MAX_FAILED_STEPS
+from mlxcel.loading import Parts, choose_bounds
+from mlxcel.server import _run
 from tests.defaults import settings
 from tests.engine.tiny_gguf import random_weights, write_gguf
 from tests.http.serving import MODEL, wire
@@ -126,6 +128,29 @@ def test_what_outlasts_the_shutdown_timeout_ends_with_an_error_event(tmp_path, m
             events = [line for line in running.read().split(b"\n\n") if line]
             assert b'"error"' in events[-1] and b"shutting down" in events[-1]
             assert server.ends(15) == 0
+
+
+def test_grammars_that_are_still_being_compiled_do_not_keep_the_process(tmp_path, model):
+    """Each would be given up after ten seconds, and two are compiled at a time."""
+    endless = {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(20)]}
+    body = json.dumps({"prompt": "hello", "json_schema": endless})
+    with (
+        process(tmp_path / "log", "-m", model, "--port", "0", "--shutdown-timeout", "1") as server,
+        ExitStack() as open_,
+    ):
+        server.said("ready")
+        compiling = [open_.enter_context(server.connection()) for _ in range(MAX_COMPILING)]
+        for connection in compiling:
+            connection.request("POST", "/completion", body)
+        status = 0
+        while status != 503:  # until all of them are in, the next one is too
+            with server.connection() as connection:
+                connection.timeout = 1
+                connection.request("POST", "/completion", body)
+                with suppress(TimeoutError):
+                    status = connection.getresponse().status
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.ends(8) == 0
 
 
 def test_a_port_in_use_is_said_in_one_line_before_anything_is_loaded(tmp_path, model):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxcel.errors import ConfigError
-from mlxcel.server import AUTOMATIC_SLOTS
+from mlxcel.loading import AUTOMATIC_SLOTS
 from mlxcel.settings import parse
 from mlxcel.settings_table import TABLE
 from mlxcel.settings_values import FALSE, OWN_FALSE, OWN_TRUE, TRUE

@@ -9,9 +9,7 @@ plain numbers and evaluated segments goes out. A sequence's failure is reported 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,89 +17,19 @@ import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
 from mlxcel.engine.decode import DecodeBatch
-from mlxcel.engine.grammar import Constraint, Grammar
-from mlxcel.engine.kv import KVSegment, leaves
+from mlxcel.engine.grammar import Constraint
+from mlxcel.engine.health import attempt
+from mlxcel.engine.kv import leaves
 from mlxcel.engine.model import LoadedModel, make_cache
+from mlxcel.engine.plan import Outcome, Plan, Prefill, Retire, Start
 from mlxcel.engine.sampling import make_bias, make_sampler, token_logprobs
-from mlxcel.engine.sequence import Generation, Sampling, TokenLogprob
-from mlxcel.engine.snapshot import Refused, State, capture, restore, row_of
+from mlxcel.engine.snapshot import Refused, capture, restore, row_of
 from mlxcel.errors import InvalidRequest
 
 T = TypeVar("T")
 
 _NO_STOPS = StopSequences([])
 _UNBOUNDED = 1 << 60  # ends are decided by the scheduler, which also sees text
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Prefill `tokens`, after taking up stored state if this is the first chunk: KV `segments`, or the first n tokens
-    of `state`. Then copy out KV [donate_from, now), or the whole state, whose length must be `capture`."""
-
-    id: int
-    tokens: array[int]
-    segments: tuple[tuple[KVSegment, int], ...] = ()
-    state: tuple[State, int] | None = None
-    donate_from: int | None = None
-    capture: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Let a prefilled sequence join the decode batch with its last prompt token."""
-
-    id: int
-    prompt: array[int]
-    sampling: Sampling
-    top_logprobs: int | None
-    grammar: Grammar | None = None
-    of_draw: bool = False
-
-    @classmethod
-    def of(cls, id: int, generation: Generation) -> Start:
-        asked = generation
-        return cls(id, asked.prompt, asked.sampling, asked.top_logprobs, asked.grammar, asked.of_draw)
-
-
-@dataclass(frozen=True, slots=True)
-class Retire:
-    """Forget a sequence of `length` tokens; first copy out KV [donate_from, length), or the whole state, when asked."""
-
-    id: int
-    donate_from: int | None = None
-    length: int = 0
-    capture: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    retire: tuple[Retire, ...] = ()
-    prefills: tuple[Prefill, ...] = ()
-    start: tuple[Start, ...] = ()
-    decode: bool = False
-
-    @property
-    def ids(self) -> set[int]:
-        """Of all sequences that something else than decode is done with."""
-        return {order.id for orders in (self.retire, self.prefills, self.start) for order in orders}
-
-    def __bool__(self) -> bool:
-        return bool(self.retire or self.prefills or self.start or self.decode)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """`tokens` are (id, token, log-probabilities) of this decode step; `segments` and `states` what Prefill and Retire
-    copied, `refused` why it copied none; `unrestored` why a state was not put back, and nothing prefilled either."""
-
-    tokens: list[tuple[int, int, TokenLogprob | None]] = field(default_factory=list)
-    segments: dict[int, KVSegment] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    unrestored: dict[int, str] = field(default_factory=dict)
-    failed: dict[int, Exception] = field(default_factory=dict)
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
 
 
 class Engine:
@@ -127,9 +55,7 @@ class Engine:
             self._guard(outcome, (prefill.id,), partial(self._prefill, prefill, outcome))
         outcome.prefill_seconds = time.perf_counter() - began
         began = time.perf_counter()
-        ready = [start for start in plan.start if start.id not in outcome.failed and start.id in self._caches]
-        if ready:
-            self._guard(outcome, tuple(s.id for s in ready), partial(self._start, ready))
+        self._join([s for s in plan.start if s.id not in outcome.failed and s.id in self._caches], outcome)
         if plan.decode:
             for batch in list(self._batches()):
                 self._guard(outcome, tuple(batch.uids), partial(self._decode, batch, outcome))
@@ -154,10 +80,8 @@ class Engine:
         mx.clear_streams()
 
     def _guard(self, outcome: Outcome, ids: tuple[int, ...], work: Callable[[], None]) -> None:
-        """One of the three broad handlers: what fails takes its own sequences down and nobody else."""
-        try:
-            work()
-        except Exception as error:
+        """What fails takes its own sequences down and nobody else."""
+        if (error := attempt(work)) is not None:
             outcome.failed |= dict.fromkeys(ids, error)
             self._forget(set(ids))
 
@@ -204,8 +128,17 @@ class Engine:
 
     # --- decode
 
+    def _join(self, starts: list[Start], outcome: Outcome) -> None:
+        """All that are ready join at once, since every join copies the KV of the whole batch; when that fails, one by
+        one, so that it fails only for those whose account it is on."""
+        together = self._model.proven.batches and len(starts) > 1
+        if together and attempt(partial(self._start, starts)) is None:
+            return
+        for start in starts:
+            self._guard(outcome, (start.id,), partial(self._start, [start]))
+
     def _start(self, starts: list[Start]) -> None:
-        """All that are ready join at once: every join copies the KV of the whole batch."""
+        """Nothing has changed for anybody else when it fails."""
         for start in starts:
             if start.top_logprobs is not None:
                 self._top_logprobs[start.id] = start.top_logprobs
@@ -213,20 +146,18 @@ class Engine:
                 self._drawing.add(start.id)
             if start.grammar is not None:
                 self._constraints[start.id] = self._model.grammars.constrain(start.grammar)
+        caches = [self._caches[start.id] for start in starts]
+        if self._model.proven.batches:
+            caches = [[layer[0].merge(list(layer)) for layer in zip(*caches, strict=True)]]
+        joining = self._generation(starts, *caches)
         if not self._model.proven.batches:
-            for start in starts:
-                self._alone[start.id] = self._generation([start], self._take_cache(start.id))
-            return
-        caches = [self._take_cache(start.id) for start in starts]
-        merged = [layer[0].merge(list(layer)) for layer in zip(*caches, strict=True)]
-        joining = self._generation(starts, merged)
-        if self._batch is None:
+            self._alone[starts[0].id] = joining
+        elif self._batch is None:
             self._batch = joining
         else:
             self._batch.extend(joining)
-
-    def _take_cache(self, id: int) -> list[Any]:
-        return self._caches.pop(id, None) or make_cache(self._model.net)
+        for start in starts:
+            del self._caches[start.id]
 
     def _generation(self, starts: list[Start], cache: list[Any]) -> DecodeBatch:
         return DecodeBatch(

@@ -14,7 +14,6 @@ import ctypes
 import gc
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -22,10 +21,11 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlxcel.engine.batch import Engine, Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.batch import Engine
+from mlxcel.engine.health import probe
 from mlxcel.engine.model import LoadedModel
-from mlxcel.engine.scheduler import Scheduler, StepEngine
-from mlxcel.engine.sequence import Sampling
+from mlxcel.engine.plan import Outcome, Plan, StepEngine
+from mlxcel.engine.scheduler import Scheduler
 from mlxcel.errors import ModelError
 
 T = TypeVar("T")
@@ -34,12 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def run_once(engine: StepEngine) -> None:
-    """One prefill and one decode that nobody asked for: what is compiled or allocated at first use is so now."""
-    prompt = array("i", [0, 0])
-    prefill, start = Prefill(0, prompt[:-1]), Start(0, prompt, Sampling(), None)
-    outcome = engine.step(Plan(prefills=(prefill,), start=(start,), decode=True))
-    engine.step(Plan(retire=(Retire(0),)))
-    for error in outcome.failed.values():
+    """What is compiled or allocated at first use is so now."""
+    if (error := probe(engine)) is not None:
         log.warning("the model failed on its first run: %s", error)
 
 

@@ -20,7 +20,7 @@ from mlxcel.cache.lookup import Hit, Miss, MissReason, usable
 from mlxcel.cache.radix import common_prefix
 from mlxcel.cache.snapshots import Lent, Origin, SnapshotStore
 from mlxcel.cache.store import Store
-from mlxcel.engine.batch import Outcome, Prefill, Retire
+from mlxcel.engine.plan import Outcome, Prefill, Retire
 from mlxcel.engine.sequence import Sequence
 
 log = logging.getLogger(__name__)

@@ -25,81 +25,28 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from itertools import count
+from typing import TypeVar
 
 from mlxcel.cache.key import CacheContext
-from mlxcel.engine.batch import Outcome, Plan, Prefill, Retire, Start
+from mlxcel.engine.bounds import Bounds
+from mlxcel.engine.health import MAX_FAILED_STEPS, Doubt, EngineFailed, attempt, probe
 from mlxcel.engine.model import LoadedModel
+from mlxcel.engine.pace import MIN_CHUNK, Pace
+from mlxcel.engine.plan import Outcome, Plan, Prefill, Retire, Start, StepEngine
 from mlxcel.engine.reuse import Reuse
-from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, TokenLogprob
+from mlxcel.engine.sequence import Failed, Finished, Generation, Progress, Sequence, State, StopType, TokenLogprob
 from mlxcel.engine.slots import Slots
 from mlxcel.engine.tokenizer import Tokenizer
-from mlxcel.engine.warmup import Warmups
-from mlxcel.errors import ContextExceeded, InvalidRequest, ServerError, Unavailable
+from mlxcel.engine.totals import Totals
+from mlxcel.engine.warmup import Warming, Warmups
+from mlxcel.errors import ServerError, Unavailable
 from mlxcel.text import TextStream
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-MIN_CHUNK = 32  # below it reading the weights dominates: on a slow CPU 16 tokens take 140 ms, 32 take 190
-MAX_FAILED_STEPS = 8  # without a token in between: the engine is broken, let the service manager start a new one
-
-
-class StepEngine(Protocol):
-    """What the scheduler needs of engine.batch.Engine."""
-
-    def step(self, plan: Plan) -> Outcome: ...
-
-    def lend(self, work: Callable[[LoadedModel], T]) -> T: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """`n_ctx` tokens a sequence may have in all; `chunk` tokens of prefill a step; `latency` in seconds;
-    `rope_boundary` tokens where a LongRoPE model changes its table (None: it never does); `continuous` False lets a
-    sequence join only while none is running; `similarity` as in `Slots`."""
-
-    num_slots: int
-    n_ctx: int
-    max_queue: int
-    chunk: int
-    latency: float
-    rope_boundary: int | None = None
-    continuous: bool = True
-    similarity: float = 0.1
-
-    def rope_regime(self, num_tokens: int) -> int | None:
-        """The key's tag for KV of a sequence of this length."""
-        return None if self.rope_boundary is None else int(num_tokens > self.rope_boundary)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counted since the start. `prompt_tokens` are those computed, `cached_tokens` those adopted."""
-
-    submitted: int = 0
-    completed: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    prefill_chunks: int = 0
-    mixed_steps: int = 0
-    decode_steps: int = 0
-    busy_slots: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    max_tokens_seen: int = 0
-
-
-class EngineFailed(Exception):
-    """Steps keep failing; the process should end with a non-zero status."""
 
 
 class Scheduler:
@@ -125,20 +72,19 @@ class Scheduler:
         self._clock = clock
         self._on_finished = on_finished
         self.reuse = reuse
-        self._warmups = warmups
-        self._warming: Sequence | None = None
+        self._ids = count(1)
+        self._warming = Warming(warmups, reuse, self._ids) if warmups is not None else None
+        self._pace = Pace(bounds.chunk, bounds.latency)
         self.slots = Slots(bounds.num_slots, bounds.similarity)
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._draining = False
-        self._next_id = 0
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
         self._retiring: list[Sequence] = []
         self._ends: dict[int, Finished] = {}
-        self._seconds_per_token = 0.0
-        self._failed_steps = 0
+        self._doubt = Doubt()
 
     # --- for the API: synchronous, never blocking
 
@@ -158,7 +104,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing waits, runs or is to be computed ahead."""
-        return not (self._waiting or self.num_active or self._warming or self._warmups)
+        return not (self._waiting or self.num_active or self._warming)
 
     def active(self) -> list[Sequence]:
         return [*self._prefilling, *self._running.values(), *self._retiring]
@@ -167,23 +113,15 @@ class Scheduler:
         """Queue a generation. Raises Unavailable when draining or full, ContextExceeded and InvalidRequest."""
         if self._draining:
             raise Unavailable("the server is shutting down", retry_after=5)
-        n = len(generation.prompt)
-        if n == 0:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if n >= self.bounds.n_ctx:
-            raise ContextExceeded(n, self.bounds.n_ctx)
+        room = self.bounds.room_after(len(generation.prompt))
         if len(self._waiting) >= self.bounds.max_queue + max(self.bounds.num_slots - self.num_active, 0):
             raise Unavailable("all slots are busy and the queue is full, try again later", retry_after=2)
         if generation.ignore_eos:
-            banned = tuple((token, float("-inf")) for token in sorted(self._tokenizer.eos_ids))
-            sampling = replace(generation.sampling, logit_bias=generation.sampling.logit_bias + banned)
-            generation = replace(generation, sampling=sampling)
-        room = self.bounds.n_ctx - n
+            generation = generation.banning(sorted(self._tokenizer.eos_ids))
         max_tokens = room if generation.max_tokens is None else min(generation.max_tokens, room)
-        self._next_id += 1
         decode = self._tokenizer.decode_special if generation.special else self._tokenizer.decode
         text = TextStream(decode, generation.stop, generation.least_indent)
-        sequence = Sequence(self._next_id, generation, text, max_tokens, self._clock())
+        sequence = Sequence(next(self._ids), generation, text, max_tokens, self._clock())
         self._waiting.append(sequence)
         self.totals.submitted += 1
         self._wake.set()
@@ -210,20 +148,18 @@ class Scheduler:
     @property
     def warms(self) -> bool:
         """Whether next turns are computed ahead."""
-        return self._warmups is not None
+        return self._warming is not None
 
     def warm(self, context: CacheContext, tokens: array[int]) -> None:
         """Compute what the session's next turn begins with, when there is time."""
-        if self._warmups is not None:
-            self._warmups.offer(context, tokens)
+        if self._warming is not None:
+            self._warming.offers.offer(context, tokens)
             self._wake.set()
 
     def drop_warmups(self) -> None:
         """Nothing that was offered is computed any more: the store has been reset."""
-        if self._warmups is not None:
-            self._warmups.clear()
         if self._warming is not None:
-            self._warming.cancelled = True
+            self._warming.clear()
             self._wake.set()
 
     async def on_engine(self, work: Callable[[], T]) -> T:
@@ -239,16 +175,16 @@ class Scheduler:
     # --- the loop
 
     async def run(self) -> None:
-        """Until drained. Raises EngineFailed when steps keep failing."""
+        """Until drained. Raises EngineFailed when steps fail whatever runs."""
         try:
             while await self._has_work():
                 self._drop_cancelled()
                 self._admit()
                 plan = self._plan()
                 if plan:
-                    outcome = await self._step(plan)
+                    outcome = await self.on_engine(partial(self._engine.step, plan))
                     self._commit(plan, outcome)
-                    self._watch(outcome)
+                    await self._watch(outcome)
         finally:
             self._draining = True
             for sequence in [*self._waiting, *self.active()]:
@@ -259,43 +195,23 @@ class Scheduler:
         while not (self._waiting or self.num_active):
             if self._draining:
                 return False
-            if self._takes_warmup():
+            if self._warming and self._warming.goes_on(self._clock()):
                 return True
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.release)
+            await self.on_engine(self._engine.release)
             self._wake.clear()
-            if not (self._waiting or self.num_active or self._draining or self._warmups):
+            if not (self._waiting or self.num_active or self._draining or self._warming):
                 await self._wake.wait()
         return True
 
-    def _takes_warmup(self) -> bool:
-        """Whether there is a next turn to compute: the one under way, if it is still of use, or a new one."""
-        if self._warmups is None:
-            return False
-        if self._warming is None:
-            generation = self._warmups.take()
-            if generation is None:
-                return False
-            self._next_id += 1
-            text = TextStream(self._tokenizer.decode, ())
-            self._warming = Sequence(self._next_id, generation, text, 0, self._clock(), state=State.PREFILLING)
-            self.reuse.resume(self._warming)
-        generation = self._warming.generation
-        assert generation.cache is not None
-        if not self._warmups.is_worth_it(generation.cache, generation.prompt[:-1]):
-            self._warming.cancelled = True
-        return True
-
-    async def _step(self, plan: Plan) -> Outcome:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._engine.step, plan)
-
-    def _watch(self, outcome: Outcome) -> None:
-        if any(not isinstance(error, ServerError) for error in outcome.failed.values()):
-            self._failed_steps += 1
-        elif outcome.tokens:
-            self._failed_steps = 0
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            raise EngineFailed(f"{MAX_FAILED_STEPS} steps in a row failed, last: {next(iter(outcome.failed.values()))}")
+    async def _watch(self, outcome: Outcome) -> None:
+        if not self._doubt.grows(outcome) or self._running:
+            return
+        error = await asyncio.get_running_loop().run_in_executor(self._executor, probe, self._engine)
+        if error is not None:
+            raise EngineFailed(
+                f"{MAX_FAILED_STEPS} steps in a row failed, and so does a run of the engine's own: {error}"
+            )
+        log.warning("%d steps in a row failed, but the engine works: the requests are at fault", MAX_FAILED_STEPS)
 
     def _drop_cancelled(self) -> None:
         for queue in (self._waiting, self._prefilling):
@@ -322,16 +238,21 @@ class Scheduler:
         for sequence in list(self._waiting):
             if self.num_active >= self.bounds.num_slots:
                 return
-            slot = self.slots.choose(sequence.generation)
-            if slot is None or self._is_coming(sequence):
-                continue
-            self._waiting.remove(sequence)
-            self.slots.take(slot, sequence)
-            self.reuse.adopt(sequence, self._clock())
-            sequence.state = State.PREFILLING
-            sequence.started_at = self._clock()
-            sequence.publish(Progress(sequence.num_cached, sequence.num_prompt, sequence.num_cached))
-            self._prefilling.append(sequence)
+            if (error := attempt(partial(self._begin, sequence))) is not None:
+                self._fail(sequence, error)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Give a waiting sequence its slot and what is stored of it, if it need not wait any longer."""
+        slot = self.slots.choose(sequence.generation)
+        if slot is None or self._is_coming(sequence):
+            return
+        self.slots.take(slot, sequence)
+        self.reuse.adopt(sequence, self._clock())
+        self._waiting.remove(sequence)
+        sequence.state = State.PREFILLING
+        sequence.started_at = self._clock()
+        sequence.publish(Progress(sequence.num_cached, sequence.num_prompt, sequence.num_cached))
+        self._prefilling.append(sequence)
 
     def _is_coming(self, sequence: Sequence) -> bool:
         """Whether somebody is prefilling a prefix that this sequence could adopt when it is stored. Without continuous
@@ -343,14 +264,14 @@ class Scheduler:
     # --- planning
 
     def _plan(self) -> Plan:
-        if self._warming is not None and not (self._waiting or self.num_active):
-            return self._warming_plan(self._warming)
+        if self._warming and self._warming.is_under_way and not (self._waiting or self.num_active):
+            return self._warming.plan(self._pace.budget(shared=True))
         prefills = tuple(self._prefills())
-        done = {p.id for p in prefills}
+        sizes = {p.id: len(p.tokens) for p in prefills}
         starting = tuple(
             Start.of(s.id, s.generation)
             for s in self._prefilling
-            if s.id in done and self._end_of(prefills, s) == s.num_prompt - 1 and s.max_tokens > 0
+            if s.id in sizes and s.num_prefilled + sizes[s.id] == s.num_prompt - 1 and s.max_tokens > 0
         )
         return Plan(
             retire=tuple(self.reuse.retire(s) for s in self._retiring),
@@ -359,20 +280,9 @@ class Scheduler:
             decode=bool(self._running or starting),
         )
 
-    def _warming_plan(self, warming: Sequence) -> Plan:
-        left = warming.num_prompt - 1 - warming.num_prefilled
-        if warming.cancelled or not left:
-            return Plan(retire=(Retire(warming.id),))
-        end = warming.num_prefilled + min(left, self._budget(shared=True))
-        return Plan(prefills=(self.reuse.prefill(warming, end, wanted=False),))
-
-    @staticmethod
-    def _end_of(prefills: tuple[Prefill, ...], sequence: Sequence) -> int:
-        return sequence.num_prefilled + next(len(p.tokens) for p in prefills if p.id == sequence.id)
-
     def _prefills(self) -> list[Prefill]:
         """Chunks for this step, within one budget; whoever got a part goes to the end of the line."""
-        budget, chosen = self._budget(shared=bool(self._running)), []
+        budget, chosen = self._pace.budget(shared=bool(self._running)), []
         for sequence in list(self._prefilling):
             size = min(self.reuse.split_at(sequence) - sequence.num_prefilled, budget)
             chosen.append(self.reuse.prefill(sequence, sequence.num_prefilled + size, bool(self._waiting)))
@@ -382,19 +292,13 @@ class Scheduler:
                 break
         return chosen
 
-    def _budget(self, shared: bool) -> int:
-        """Tokens of prefill in a step; `shared` when somebody may be waiting for the step to end."""
-        if not shared or not self._seconds_per_token:
-            return min(self.bounds.chunk, 64) if shared else self.bounds.chunk
-        fits = int(self.bounds.latency / self._seconds_per_token) // 16 * 16
-        return max(min(MIN_CHUNK, self.bounds.chunk), min(fits, self.bounds.chunk))
-
     # --- after the step
 
     def _commit(self, plan: Plan, outcome: Outcome) -> None:
         now = self._clock()
-        if self._warming is not None and self._warming.id in plan.ids:
-            self._warmed(self._warming, plan, outcome, now)
+        self._pace.measure(outcome.num_prefilled(plan), outcome.prefill_seconds)
+        if self._warming and self._warming.owns(plan):
+            self._warming.commit(plan, outcome, now)
             return
         by_id = {s.id: s for s in self.active()}
         for retire in plan.retire:
@@ -408,35 +312,25 @@ class Scheduler:
                 self._prefilling.remove(sequence)
                 self._running[start.id] = sequence
                 sequence.state = State.RUNNING
-        self._count(plan, outcome)
+        self.totals.count(plan, outcome)
+        longest = max((s.num_prompt + len(s.tokens) for s in by_id.values()), default=0)
+        self.totals.max_tokens_seen = max(self.totals.max_tokens_seen, longest)
         for id, token, logprob in outcome.tokens:
-            self._advance(by_id[id], token, logprob, now)
+            if (error := attempt(partial(self._advance, by_id[id], token, logprob, now))) is not None:
+                self._fail(by_id[id], error)
+                self._retiring.append(by_id[id])  # the engine knows nothing of it
         for id, error in outcome.failed.items():
             self._fail(by_id[id], error)
 
-    def _warmed(self, warming: Sequence, plan: Plan, outcome: Outcome, now: float) -> None:
-        """A chunk of a warm-up is done, or it has left the engine. What fails is dropped: nobody waits for it."""
-        if plan.prefills and not (outcome.failed or outcome.unrestored):
-            warming.num_prefilled += len(plan.prefills[0].tokens)
-            self.reuse.prefilled(warming, plan.prefills[0], outcome, now)
-            self._measure(len(plan.prefills[0].tokens), outcome)
-            if warming.num_prefilled == warming.num_prompt - 1 and self._warmups is not None:
-                self._warmups.ran()
-            return
-        if self._warmups is not None and (outcome.failed or outcome.unrestored or warming.cancelled):
-            self._warmups.skip()
-        self.reuse.forget(warming)
-        self._warming = None
-
     def _prefilled(self, sequence: Sequence, prefill: Prefill, outcome: Outcome, now: float) -> None:
         if (reason := outcome.unrestored.get(sequence.id)) is not None:
-            self.reuse.unrestored(sequence, reason)
+            self._beside(sequence, partial(self.reuse.unrestored, sequence, reason))
             sequence.num_cached = sequence.num_prefilled = 0
             return
         if prefill.segments or prefill.state:
             self.totals.cached_tokens += sequence.num_cached
         sequence.num_prefilled += len(prefill.tokens)
-        self.reuse.prefilled(sequence, prefill, outcome, now)
+        self._beside(sequence, partial(self.reuse.prefilled, sequence, prefill, outcome, now))
         sequence.publish(Progress(sequence.num_prefilled, sequence.num_prompt, sequence.num_cached))
         if sequence.num_prefilled == sequence.num_prompt - 1 and sequence.max_tokens == 0:
             self._prefilling.remove(sequence)
@@ -463,26 +357,10 @@ class Scheduler:
         elif len(sequence.tokens) >= sequence.max_tokens or sequence.text.is_outdented or (is_late and "\n" in text):
             self._finish(sequence, "limit", now)
 
-    def _finish(self, sequence: Sequence, stop_type: str, now: float) -> None:
-        """The end is decided: say the rest of the text; `Finished` follows when the KV has been donated."""
+    def _finish(self, sequence: Sequence, stop_type: StopType, now: float) -> None:
+        """The end is decided; `Finished` follows when the KV has been donated."""
         self._running.pop(sequence.id, None)
-        sequence.state = State.FINISHED
-        if stop_type != "word":
-            sequence.say_rest(sequence.text.flush())
-            if sequence.text.stopped_by is not None:
-                stop_type = "word"
-        wanted, is_full = sequence.generation.max_tokens, len(sequence.tokens) >= sequence.max_tokens
-        self._ends[sequence.id] = Finished(
-            stop_type=stop_type,  # type: ignore[arg-type]
-            stopping_word=sequence.text.stopped_by or "",
-            prompt_tokens=sequence.num_prompt,
-            completion_tokens=len(sequence.tokens),
-            cached_tokens=sequence.num_cached,
-            truncated=stop_type == "limit" and is_full and (wanted is None or wanted > sequence.max_tokens),
-            prompt_ms=(sequence.first_token_at - sequence.started_at) * 1000,
-            predicted_ms=(now - sequence.first_token_at) * 1000,
-            slot=-1 if sequence.slot is None else sequence.slot,
-        )
+        self._ends[sequence.id] = sequence.end(stop_type, now)
         self._retiring.append(sequence)
 
     def _retired(self, sequence: Sequence, retire: Retire, outcome: Outcome, now: float) -> None:
@@ -490,12 +368,12 @@ class Scheduler:
             return
         self._retiring.remove(sequence)
         self.slots.release(sequence)
-        self.reuse.retired(sequence, retire, outcome, now)
+        self._beside(sequence, partial(self.reuse.retired, sequence, retire, outcome, now))
         end = self._ends.pop(sequence.id, None)
         if end is None:
             return
         self.totals.completed += 1
-        self._on_finished(sequence, end)
+        self._beside(sequence, partial(self._on_finished, sequence, end))
         sequence.publish(end)
         log.info(
             "prompt-cache: request completed: cached=%d/%d prompt tokens, %d generated, total %.0fms",
@@ -505,6 +383,11 @@ class Scheduler:
             (now - sequence.submitted_at) * 1000,
         )
 
+    def _beside(self, sequence: Sequence, work: Callable[[], object]) -> None:
+        """What goes wrong in the store or the statistics costs the sequence nothing."""
+        if (error := attempt(work)) is not None:
+            log.error("sequence %d goes on without what failed: %s", sequence.id, error, exc_info=error)
+
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """This sequence's own failure; what it stored while prefilling stays, it is complete and right."""
         if sequence.state is State.FINISHED:
@@ -513,28 +396,11 @@ class Scheduler:
             log.error("sequence %d failed: %s", sequence.id, error, exc_info=error)
             error = ServerError("the model failed on this request; see the server's log")
         self._running.pop(sequence.id, None)
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
+        for queue in (self._waiting, self._prefilling):
+            if sequence in queue:
+                queue.remove(sequence)
         self.reuse.forget(sequence)
         self.slots.release(sequence)
         sequence.state = State.FINISHED
         self.totals.failed += 1
         sequence.publish(Failed(error))
-
-    def _count(self, plan: Plan, outcome: Outcome) -> None:
-        totals, tokens = self.totals, sum(len(p.tokens) for p in plan.prefills)
-        totals.prefill_chunks += len(plan.prefills)
-        totals.prompt_tokens += tokens + len(plan.start)
-        totals.prefill_seconds += outcome.prefill_seconds
-        totals.decode_seconds += outcome.decode_seconds
-        totals.completion_tokens += len(outcome.tokens)
-        totals.decode_steps += plan.decode
-        totals.busy_slots += len(outcome.tokens)
-        totals.mixed_steps += bool(plan.prefills and outcome.tokens)
-        totals.max_tokens_seen = max(totals.max_tokens_seen, *(s.num_prompt + len(s.tokens) for s in self.active()), 0)
-        self._measure(tokens, outcome)
-
-    def _measure(self, tokens: int, outcome: Outcome) -> None:
-        if tokens:
-            measured = outcome.prefill_seconds / tokens
-            self._seconds_per_token = (self._seconds_per_token + measured) / 2 if self._seconds_per_token else measured

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,8 @@ from mlxcel.text import TextStream
 if TYPE_CHECKING:
     from mlxcel.engine.grammar import Grammar
 
+
+StopType = Literal["eos", "limit", "word"]
 
 SamplerName = Literal[
     "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"
@@ -134,6 +136,11 @@ class Generation:
     max_ms: int = 0
     special: bool = False
 
+    def banning(self, tokens: Iterable[int]) -> Generation:
+        """The same, where none of these tokens is ever chosen."""
+        banned = tuple((token, float("-inf")) for token in tokens)
+        return replace(self, sampling=replace(self.sampling, logit_bias=self.sampling.logit_bias + banned))
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -166,7 +173,7 @@ class Delta:
 class Finished:
     """The healthy end. Times in milliseconds: until the first token, and from there to the last."""
 
-    stop_type: Literal["eos", "limit", "word"]
+    stop_type: StopType
     stopping_word: str
     prompt_tokens: int
     completion_tokens: int
@@ -243,6 +250,26 @@ class Sequence:
             tokens = tuple(token for token, _ in self.unsaid)
             self.publish(Delta(text, tokens, tuple(logprob for _, logprob in self.unsaid if logprob)))
             self.unsaid.clear()
+
+    def end(self, stop_type: StopType, now: float) -> Finished:
+        """Say the rest of the text, which may hold a stop string after all. `Finished` is for later to publish."""
+        if stop_type != "word":
+            self.say_rest(self.text.flush())
+        if self.text.stopped_by is not None:
+            stop_type = "word"
+        self.state = State.FINISHED
+        wanted, is_full = self.generation.max_tokens, len(self.tokens) >= self.max_tokens
+        return Finished(
+            stop_type=stop_type,
+            stopping_word=self.text.stopped_by or "",
+            prompt_tokens=self.num_prompt,
+            completion_tokens=len(self.tokens),
+            cached_tokens=self.num_cached,
+            truncated=stop_type == "limit" and is_full and (wanted is None or wanted > self.max_tokens),
+            prompt_ms=(self.first_token_at - self.started_at) * 1000,
+            predicted_ms=(now - self.first_token_at) * 1000,
+            slot=-1 if self.slot is None else self.slot,
+        )
 
     async def events(self) -> AsyncIterator[Event]:
         """Yields events until `Finished` or `Failed`, which is the last one."""

@@ -12,12 +12,13 @@ import pytest
 from mlxcel.cache.key import CacheContext
 from mlxcel.cache.limits import Limits
 from mlxcel.cache.store import Store
-from mlxcel.engine.batch import Plan, Prefill, Retire, Start
+from mlxcel.engine.bounds import Bounds
 from mlxcel.engine.embedding import embed
 from mlxcel.engine.lifecycle import Sleeper, run_once, sleep_when_idle
 from mlxcel.engine.model import load_model
+from mlxcel.engine.plan import Plan, Prefill, Retire, Start
 from mlxcel.engine.reuse import KVReuse, Trace
-from mlxcel.engine.scheduler import Bounds, Scheduler
+from mlxcel.engine.scheduler import Scheduler
 from mlxcel.engine.sequence import Finished, Generation, Sampling
 from mlxcel.errors import ModelError
 from tests.engine.tiny_gguf import random_weights, write_gguf

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mlxcel.cache.limits import Limits
-from mlxcel.engine.scheduler import EngineFailed
+from mlxcel.engine.health import MAX_FAILED_STEPS, EngineFailed
 from mlxcel.engine.sequence import Delta, Failed, Finished, Generation
 from mlxcel.errors import ContextExceeded, InvalidRequest, Unavailable
 from tests.harness import BOUNDS, CONTEXT, GREEDY, collect, scheduling
@@ -17,6 +17,7 @@ from tests.segments import BYTES_PER_TOKEN, tokens
 from tests.tiny import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+POISON = 251  # a token that nothing else is made of
 
 
 def encode(text: str) -> array:
@@ -292,15 +293,57 @@ async def test_a_failed_decode_fails_its_batch_and_the_next_request_works():
         assert (await collect(scheduler, generation(run(50)))).text == "ok"
 
 
-async def test_failures_in_a_row_end_the_loop_and_answer_everybody():
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+async def test_an_engine_that_fails_whatever_runs_ends_the_loop_and_answers_everybody(what):
     engine = saying("ok")
-    engine.faults["decode"] = RuntimeError("kernel failed")
+    engine.faults[what] = RuntimeError("kernel failed")
     with pytest.raises(EngineFailed, match="kernel failed"):
         async with serving(engine, num_slots=1) as scheduler:
             results = await asyncio.gather(*(collect(scheduler, generation(run(50, i))) for i in range(12)))
             assert all(isinstance(r.end, Failed) for r in results)
             with pytest.raises(Unavailable):
                 scheduler.submit(generation(run(50)))
+
+
+async def test_a_request_that_fails_however_often_ends_nobody_but_itself():
+    engine = saying("ok")
+    engine.poison = POISON
+    async with serving(engine, num_slots=1) as scheduler:
+        for _ in range(3 * MAX_FAILED_STEPS):
+            assert isinstance((await collect(scheduler, generation(run(50) + tokens(POISON) * 2))).end, Failed)
+        assert (await collect(scheduler, generation(run(50)))).text == "ok"
+
+
+async def test_nor_does_it_beside_somebody_whose_prefill_takes_longer():
+    engine = saying("ok")
+    engine.poison = POISON
+    async with serving(engine, chunk=64) as scheduler:
+        neighbour = asyncio.create_task(collect(scheduler, generation(run(4000))))
+        poisonous = [generation(tokens(*[POISON] * (5 + i))) for i in range(3 * MAX_FAILED_STEPS)]
+        failed = [await collect(scheduler, g) for g in poisonous]
+        assert not neighbour.done(), "it was prefilling all the time"
+        assert all(isinstance(r.end, Failed) for r in failed) and (await neighbour).text == "ok"
+
+
+@pytest.mark.parametrize("fields", [{"slot": "no number"}, {"cache": "no context"}])
+async def test_what_fails_while_it_is_admitted_fails_alone_and_frees_its_slot(fields):
+    async with serving(saying("ok"), num_slots=1) as scheduler:
+        await collect(scheduler, generation(run(50)))
+        ends = await asyncio.gather(
+            collect(scheduler, generation(run(60), **fields)), collect(scheduler, generation(run(60)))
+        )
+    assert [type(r.end) for r in ends] == [Failed, Finished]
+    assert ends[0].end.error.status == 500
+    assert (scheduler.totals.failed, scheduler.totals.completed) == (1, 2)
+
+
+async def test_what_cannot_be_stored_is_answered_all_the_same():
+    async with serving(saying("ok")) as scheduler:
+        for _ in range(2):
+            unnamed = replace(CONTEXT, session_key=["no text"])  # so it has no digest
+            result = await collect(scheduler, generation(run(50), cache=unnamed))
+            assert result.text == "ok" and result.cached == 0
+        assert scheduler.reuse.store.num_entries == 0
 
 
 async def test_draining_lets_the_running_finish_and_refuses_the_new():

@@ -25,13 +25,14 @@ from mlxcel.cache.limits import Limits, SnapshotLimits
 from mlxcel.cache.snapshots import SnapshotStore
 from mlxcel.cache.store import Store
 from mlxcel.engine.batch import Engine
+from mlxcel.engine.bounds import Bounds
 from mlxcel.engine.kv import Layout
 from mlxcel.engine.model import LoadedModel
-from mlxcel.engine.scheduler import Bounds, Scheduler
+from mlxcel.engine.scheduler import Scheduler
 from mlxcel.engine.telemetry import declare
+from mlxcel.loading import choose_reuse, choose_warmups, on_finished
 from mlxcel.metrics import Metrics
 from mlxcel.prompt.template import ChatTemplate
-from mlxcel.server import choose_reuse, choose_warmups, on_finished
 from tests.defaults import settings
 from tests.scripted import ScriptedEngine
 from tests.segments import BYTES_PER_TOKEN
