@@ -99,7 +99,7 @@ def _others(tokenizer: Tokenizer, fim: Fim, extra: tuple[tuple[str, str], ...]) 
     """Repository and files in the form of models that know both; else the files one after the other."""
 
     def plain(text: str) -> array[int]:
-        return tokenizer.encode(text, add_special=False, parse_special=False)
+        return tokenise(tokenizer, (text,), add_special=False, parse_special=False)
 
     tokens: array[int] = array("i")
     if fim.repository is not None:

@@ -13,6 +13,8 @@ from mlxcel.api.prepare import off_loop, prepare_prompts, render_chat, tokenise
 from mlxcel.api.requests import parse_conversation, parse_native, parse_prompt
 from mlxcel.api.services import SERVICES, Services
 
+MAX_TOKENS = 1 << 21  # of one call to /detokenize: some four seconds
+
 
 async def completion(request: web.Request) -> web.StreamResponse:
     return await answer(request, _completion)
@@ -57,6 +59,8 @@ async def detokenize(request: web.Request) -> web.Response:
 def _detokenize(services: Services, body: bytes) -> dict[str, object]:
     tokenizer = services.live.model.tokenizer
     tokens = Fields(parse_object(body)).array("tokens", [])
+    if len(tokens) > MAX_TOKENS:
+        raise invalid("tokens", f"{len(tokens)} are too many: {MAX_TOKENS} at most")
     if not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens):
         raise invalid("tokens", "expected an array of token ids of the vocabulary")
     return {"content": tokenizer.decode_special(array("i", tokens))}

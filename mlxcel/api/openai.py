@@ -10,7 +10,7 @@ from aiohttp import web
 from mlxcel.api.generate import Asked, answer, json_response
 from mlxcel.api.native import Native
 from mlxcel.api.options import Options
-from mlxcel.api.prepare import off_loop, prepare_chat, prepare_prompts, render_chat
+from mlxcel.api.prepare import off_loop, prepare_chat, prepare_prompts, render_chat, tokenise
 from mlxcel.api.requests import parse_chat, parse_completion, parse_conversation
 from mlxcel.api.responses import Chat, Completion, Reply
 from mlxcel.api.services import SERVICES, Services
@@ -36,8 +36,8 @@ async def count(request: web.Request) -> web.Response:
 def _count(services: Services, body: bytes) -> dict[str, object]:
     """Of the prompt that the same body would be answered to."""
     text = render_chat(services, parse_conversation(body, services.settings))
-    num = len(services.live.model.tokenizer.encode(text, add_special=False))
-    return {"object": "response.input_tokens", "input_tokens": num}
+    tokens = tokenise(services.live.model.tokenizer, (text,), add_special=False)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

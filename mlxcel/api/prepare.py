@@ -37,6 +37,7 @@ T = TypeVar("T")
 LONG_BODY = 20_000  # bytes; tokenising as much takes some ten milliseconds
 FORMS = (b'"grammar"', b'"json_schema"', b'"response_format"')  # to compile one may take seconds
 MAX_COMPILING = 16
+MAX_TEXT = 8 << 20  # characters of one text: tokenising takes a second and some 50 MB for each million
 
 _COMPILERS = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
@@ -198,10 +199,12 @@ def _check_length(services: Services, num_chars: int) -> None:
 
 
 def tokenise(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool, parse_special: bool = True) -> array[int]:
-    """Only text at the very beginning gets the special tokens that the model wants there."""
+    """Only text at the very beginning gets the special tokens that the model wants there. Raises InvalidRequest."""
     tokens: array[int] = array("i")
     for i, part in enumerate(prompt):
         if isinstance(part, str):
+            if len(part) > MAX_TEXT:
+                raise InvalidRequest(f"a text of {len(part)} characters is too long to tokenize: {MAX_TEXT} at most")
             part = tokenizer.encode(part, add_special=add_special and i == 0, parse_special=parse_special)
         tokens += part
     return tokens

@@ -8,6 +8,8 @@ import pytest
 from mlxcel import __version__
 from mlxcel.api import cache, infill, lora, props, slots, unsupported
 from mlxcel.api.app import MAX_BODY, ROUTES
+from mlxcel.api.llama import MAX_TOKENS
+from mlxcel.api.prepare import MAX_TEXT
 from tests.http.serving import asking, encode, serving
 
 KEY = {"api_key": ("sesame", "other")}
@@ -318,6 +320,22 @@ async def test_detokenize_takes_ids_of_the_vocabulary_only(tokens):
     async with serving() as server:
         status, body = await server.post("/detokenize", {"tokens": tokens})
         assert (status, body["error"]["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "a" * (MAX_TEXT + 1)}),
+        ("/tokenize", {"content": [5, "a" * (MAX_TEXT + 1)]}),
+        ("/detokenize", {"tokens": [5] * (MAX_TOKENS + 1)}),
+        ("/v1/chat/completions/input_tokens", {"messages": [{"role": "user", "content": "a" * (MAX_TEXT + 1)}]}),
+    ],
+)
+async def test_what_would_take_minutes_to_tokenise_is_refused(path: str, body: dict[str, object]):
+    async with serving() as server:
+        status, answer = await server.post(path, body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert str(MAX_TEXT) in answer["error"]["message"] or str(MAX_TOKENS) in answer["error"]["message"]
 
 
 async def test_apply_template_renders_without_generating():
